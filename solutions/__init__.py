@@ -1,0 +1,1 @@
+"""The reference answers, one module a lesson, and the executed solution notebooks."""

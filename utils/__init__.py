@@ -1,0 +1,1 @@
+"""The course's machinery: checks, saved parts, claims, plots and the builder."""

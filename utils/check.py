@@ -1,0 +1,454 @@
+"""Checks an answer, says what is right or wrong, and names the mistake."""
+
+import argparse
+import ast
+import difflib
+import linecache
+import os
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from utils import course, parts
+from utils.errors import CheckFailed, CourseError
+from utils.exercise import Exercise, Joint
+from utils.limits import TimeUp, time_limit
+from utils.report import MARKS, box, show
+from utils.trial import Crashed, NotWritten, Trial, Unmet, a, alike
+
+PRINTED_LINES = 6  # of what the answer printed, shown with a failure
+FRAMES = 3  # of a learner's traceback
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a check.
+
+    status: "passed", "failed" or "todo" (not written, or only in part).
+    fault: the short name of the recognised mistake, or None.
+    message: the whole text that the learner reads.
+    verified: the sentences of the requirements that were met.
+    """
+
+    name: str
+    status: str
+    fault: str | None
+    title: str
+    lines: list[str] = field(default_factory=list)
+    verified: list[str] = field(default_factory=list)
+
+    @property
+    def message(self) -> str:
+        lines = [f"{MARKS[self.status]} {self.title}", *self.lines]
+        return "\n".join(lines)
+
+    @property
+    def html(self) -> str:
+        return box(self.status, self.title, self.lines)
+
+
+def check(answer, name: str | None = None):
+    """Check an answer, show the report, and return the answer to go on with.
+
+    Right: the learner's own, which is saved in `my_transformer` too. Wrong or not
+    written: the reference, so that the rest of the notebook runs; in strict mode
+    (`COURSE_STRICT=1`, or under nbgrader) it raises `CheckFailed` instead.
+    """
+    name = _name_of(answer, name, sys._getframe(1))
+    exercise = find_exercise(name)
+    reference = exercise.reference
+    if answer is reference and reference is not None:
+        report = Report(
+            name,
+            "todo",
+            None,
+            f"{name}: nothing new to check",
+            [
+                "The last check put the reference in the place of your answer. "
+                "Run your exercise cell again, then this one."
+            ],
+        )
+        saved = []
+    else:
+        report = evaluate(answer, name)
+        saved = parts.save(name, answer) if report.status == "passed" else []
+    lines = [*report.lines, *saved]
+    if report.status != "passed":
+        lines.append(
+            "Until yours passes, the cells below use the reference."
+            if reference is not None
+            else "This copy holds no reference answers, so the cells below use yours "
+            "as it stands."
+        )
+    shown = Report(name, report.status, report.fault, report.title, lines)
+    show(shown.message, shown.html)
+    if report.status != "passed" and strict():
+        raise CheckFailed(report.title)
+    return answer if report.status == "passed" or reference is None else reference
+
+
+def check_joint(name: str, **answers):
+    """Check that parts which pass alone fit together, and show the report.
+
+    answers: the parts by name, the learner's own or the reference, as this
+    notebook uses them.
+    """
+    import_specifications()
+    if name not in Joint.registry:
+        raise CourseError(f"`{name}` is no joint of this course.")
+    report = evaluate_joint(name, answers)
+    show(report.message, report.html)
+    if report.status != "passed" and strict():
+        raise CheckFailed(report.title)
+
+
+def evaluate(candidate, name: str | None = None) -> Report:
+    """Check `candidate` as the answer to exercise `name`, without showing it.
+
+    name: that of the exercise; the candidate's own `__name__` if not given.
+    """
+    name = name or getattr(candidate, "__name__", type(candidate).__name__)
+    exercise = find_exercise(name)
+    unfit = _wrong_kind(candidate, exercise)
+    if unfit:
+        return Report(name, "failed", None, f"{name}: not right yet", [unfit])
+    return _run(exercise, candidate)
+
+
+def evaluate_joint(name: str, answers: dict) -> Report:
+    """Check the joint `name` on `answers`, the parts by name."""
+    import_specifications()
+    joint = Joint.registry[name]
+    missing = set(joint.parts) - set(answers)
+    if missing:
+        raise CourseError(f"The joint `{name}` needs {', '.join(sorted(missing))} too.")
+    return _run(joint, dict(answers))
+
+
+def strict() -> bool:
+    """Must an unwritten or wrong answer raise?"""
+    return os.environ.get("COURSE_STRICT") == "1" or bool(
+        os.environ.get("NBGRADER_EXECUTION")
+    )
+
+
+# Running the requirements --------------------------------------------------------
+
+
+def _run(task, candidate) -> Report:
+    verified: list[str] = []
+    left = task.seconds
+    for requirement in task.requirements:
+        errors = _reference_trial(task, requirement).errors
+        started = time.perf_counter()
+        trial, problem = _attempt(requirement, candidate, left, errors)
+        left = max(left - (time.perf_counter() - started), 0.1)
+        if problem is None:
+            verified.append(requirement.sentence)
+        elif isinstance(problem, NotWritten):
+            return _not_written(task, problem, verified)
+        else:
+            fault = None
+            if not isinstance(problem, TimeUp):
+                fault = _recognise(task, candidate, requirement, trial)
+            return _failed(task, requirement, trial, problem, fault, verified)
+    lines = [f"  ✓ {sentence}" for sentence in verified]
+    return Report(task.name, "passed", None, f"{task.name}: right", lines, verified)
+
+
+def _attempt(requirement, answer, seconds, reference_errors=()):
+    """Try one requirement: the trial, and what went wrong or None."""
+    trial = Trial(list(reference_errors))
+    problem = None
+    try:
+        with _settled(), time_limit(seconds):
+            requirement.test(answer, trial)
+    except (Unmet, Crashed, NotWritten, TimeUp) as caught:
+        problem = caught
+    except Exception as caught:  # while the check reads what the answer returned
+        problem = Crashed(caught, trial.called)
+    return trial, problem
+
+
+@cache
+def _reference_trial(task, requirement) -> Trial:
+    """The reference under the same requirement: its errors and its results."""
+    if task.reference is None:
+        return Trial()
+    return _attempt(requirement, task.reference, 10 * task.seconds)[0]
+
+
+def _recognise(task, candidate, requirement, trial):
+    """The fault that gives what the candidate gave, or None.
+
+    Where several do under the requirement that failed, the later requirements
+    tell them apart.
+    """
+    matching = [f for f in task.faults if _matches(task, f, requirement, trial, True)]
+    later = task.requirements[task.requirements.index(requirement) + 1 :]
+    for other in later:
+        if len(matching) <= 1:
+            break
+        theirs, problem = _attempt(other, candidate, task.seconds)
+        if isinstance(problem, TimeUp):
+            break
+        narrowed = [f for f in matching if _matches(task, f, other, theirs, False)]
+        matching = narrowed or matching
+    return matching[0] if matching else None
+
+
+def _matches(task, fault, requirement, trial, must_fail) -> bool:
+    """Does the fault's code give the same results as those in `trial`?"""
+    answer = fault.implementation
+    if isinstance(task, Joint):
+        answer = {**(task.reference or {}), **answer}
+    theirs, problem = _attempt(requirement, answer, task.seconds)
+    if must_fail and problem is None:
+        return False
+    if len(theirs.trace) < len(trial.trace) or not trial.trace:
+        return False
+    truth = _reference_trial(task, requirement).trace
+    truth = [*truth, *[None] * len(trial.trace)]
+    return all(map(alike, trial.trace, theirs.trace, truth))
+
+
+@contextmanager
+def _settled():
+    """Global state that an answer may depend on: set now, restored after."""
+    random, dtype = torch.random.get_rng_state(), torch.get_default_dtype()
+    grad = torch.is_grad_enabled()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(random)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+
+
+# Words -----------------------------------------------------------------------------
+
+
+def _failed(task, requirement, trial, problem, fault, verified) -> Report:
+    lines = [f"Not met: {requirement.sentence}."]
+    if isinstance(problem, TimeUp):
+        lines += [
+            f"It ran for more than {task.seconds:g} seconds and was stopped.",
+            "Does a loop never end, or does one treat every value by itself?",
+        ]
+    elif isinstance(problem, Crashed):
+        lines += _traceback(problem.error)
+    else:
+        lines.append(_sentence(str(problem)))
+    if trial.called:
+        lines.append(f"The call was `{trial.called}`.")
+    if fault is not None:
+        lines.append(f"What happened: {fault.sentence}")
+    elif requirement.hint:
+        lines.append(f"Hint: {requirement.hint}")
+    lines += _printed(trial)
+    if verified:
+        lines.append(f"Already right: {'; '.join(verified)}.")
+    return Report(
+        task.name,
+        "failed",
+        fault.name if fault else None,
+        f"{task.name}: not right yet",
+        lines,
+        verified,
+    )
+
+
+def _not_written(task, problem, verified) -> Report:
+    where = _own_frames(problem.error)
+    inner = where[-1].name if where else task.name
+    if inner in (task.name, "<lambda>") and not verified:
+        return Report(task.name, "todo", None, f"{task.name}: not written yet")
+    line = f" (line {where[-1].lineno} of its cell)" if where else ""
+    lines = [f"`{inner}` still raises NotImplementedError{line}."]
+    if verified:
+        lines.append(f"Already right: {'; '.join(verified)}.")
+    title = f"{task.name}: only partly written"
+    return Report(task.name, "todo", None, title, lines, verified)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _printed(trial) -> list[str]:
+    printed = trial.printed.getvalue().splitlines()
+    if not printed:
+        return []
+    shown = [f"  {line[:200]}" for line in printed[-PRINTED_LINES:]]
+    return ["The last lines that your code printed:", *shown]
+
+
+NOT_THEIRS = (
+    str(course.ROOT / "utils"),
+    str(course.ROOT / "solutions"),
+    str(Path(torch.__file__).parent),
+    sys.prefix,
+    sys.base_prefix,
+    "<frozen",
+)
+
+
+def _own_frames(error) -> list[traceback.FrameSummary]:
+    """The frames of an exception that lie in the learner's own code."""
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(NOT_THEIRS)
+    ]
+
+
+def _traceback(error) -> list[str]:
+    """A learner's exception in few lines: where in their cell, and what."""
+    lines = [f"Your code raised {a(type(error).__name__)}: {_one_line(error)}"]
+    for frame in _own_frames(error)[-FRAMES:]:
+        lines.append(f"  line {frame.lineno}, in {frame.name}: `{frame.line}`")
+    return lines
+
+
+def _one_line(error) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+# Which exercise ---------------------------------------------------------------------
+
+
+@cache
+def import_specifications() -> None:
+    """Register the exercises of every lesson."""
+    for path in sorted((Path(__file__).parent / "exercises").glob("[a-z]*.py")):
+        import_module(f"utils.exercises.{path.stem}")
+
+
+def find_exercise(name: str) -> Exercise:
+    """The exercise called `name`; a `CourseError` says what comes close."""
+    lesson = course.lesson_of(name)
+    if lesson is not None:
+        import_module(f"utils.exercises.{lesson.slug}")
+    if name not in Exercise.registry:
+        import_specifications()
+    if name not in Exercise.registry:
+        near = difflib.get_close_matches(name, Exercise.registry, n=1)
+        raise CourseError(
+            f"`{name}` is no exercise of this course"
+            + (f"; did you mean `{near[0]}`?" if near else ".")
+        )
+    return Exercise.registry[name]
+
+
+def _name_of(answer, name, frame) -> str:
+    """The exercise that `check(answer)` means: given, in the call, or the answer's."""
+    if name is not None:
+        return name
+    written = _argument_in_call(frame)
+    import_specifications()
+    if written in Exercise.registry:
+        return written
+    own = getattr(answer, "__name__", None)
+    return own if own in Exercise.registry else written or own or type(answer).__name__
+
+
+def _argument_in_call(frame) -> str | None:
+    """`x` where the calling line reads `check(x)`."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    try:
+        tree = ast.parse(line.strip())
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "check"
+            and node.args
+            and isinstance(node.args[0], ast.Name)
+        ):
+            return node.args[0].id
+    return None
+
+
+def _wrong_kind(candidate, exercise) -> str | None:
+    """A sentence if `candidate` cannot be an answer at all."""
+    name, reference = exercise.name, exercise.reference
+    if not callable(candidate):
+        return (
+            f"`{name}` is {a(type(candidate).__name__)}: has the name been used for "
+            "something else since? Run your exercise cell again."
+        )
+    if reference is None:
+        return None
+    if isinstance(candidate, type) and not isinstance(reference, type):
+        return f"`{name}` is a class; a function is due."
+    if isinstance(candidate, nn.Module) and isinstance(reference, type):
+        return f"`{name}` is an object; its class is due."
+    if isinstance(reference, type) and not isinstance(candidate, type):
+        return f"`{name}` is a function; a class is due."
+    base = reference.__mro__[1] if isinstance(reference, type) else object
+    if base is not object and not issubclass(candidate, base):
+        path = f"{base.__module__.split('.')[0]}.{base.__name__}"
+        return f"The class `{name}` must inherit from `{path}`."
+    return None
+
+
+# The command line ------------------------------------------------------------------
+
+
+def load_file(path: Path) -> dict:
+    """The names that a Python file defines."""
+    spec = spec_from_file_location(path.stem, path)
+    if spec is None or not path.is_file():
+        raise CourseError(f"{path} is not a Python file that can be read.")
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise CourseError(
+            f"{path} cannot be imported: {type(error).__name__}: {_one_line(error)}"
+        ) from error
+    return vars(module)
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.check",
+        description="Check answers in a Python file, such as my_transformer/start.py.",
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("names", nargs="*", help="exercises; all in the file if none")
+    options = parser.parse_args(arguments)
+    try:
+        defined = load_file(options.file)
+        import_specifications()
+        names = options.names or [n for n in defined if n in Exercise.registry]
+        if not names:
+            raise CourseError(f"{options.file} defines no exercise of this course.")
+        for name in names:
+            if name not in defined:
+                raise CourseError(f"{options.file} does not define `{name}`.")
+        reports = [evaluate(defined[name], name) for name in names]
+    except CourseError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for report in reports:
+        print(report.message)
+    return 0 if all(report.status == "passed" for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Which lessons and exercises there are, and how far the learner is."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a notebook says of itself in its metadata."""
+
+    file: str  # "02_attention"
+    title: str
+    summary: str
+    minutes: int
+    exercises: dict[str, dict]  # name → {"difficulty": 1 to 5, "minutes": …}
+
+    @property
+    def slug(self) -> str:
+        """The file's name without its number: `attention`."""
+        return self.file.partition("_")[2]
+
+    @property
+    def number(self) -> str:
+        return self.file.partition("_")[0]
+
+
+@cache
+def lessons() -> tuple[Lesson, ...]:
+    """Every lesson in `notebooks/`, in order."""
+    found = []
+    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))["metadata"]["course"]
+            found.append(Lesson(path.stem, **about))
+        except (ValueError, KeyError, TypeError):
+            continue  # a notebook that is no lesson of the course, or is damaged
+    return tuple(found)
+
+
+def lesson_of(name: str) -> Lesson | None:
+    """The lesson in which the exercise `name` is written."""
+    return next((each for each in lessons() if name in each.exercises), None)
+
+
+def course_map() -> None:
+    """Show every lesson with its exercises, what is done, and what comes next."""
+    from utils import parts
+    from utils.report import bar, show
+
+    done = set() if parts.reference_wanted() else parts.saved_names()
+    text, rows, following = [], [], None
+    for each in lessons():
+        passed = [name for name in each.exercises if name in done]
+        if following is None and len(passed) < len(each.exercises):
+            following = each
+        marks = bar(len(passed), len(each.exercises))
+        text.append(
+            f"{each.number}  {each.title:<44} {each.minutes:>3} min  "
+            f"{marks} {len(passed)}/{len(each.exercises)}"
+        )
+        rows.append(
+            f"<tr><td>{each.number}</td>"
+            f'<td style="text-align:left"><a href="{each.file}.ipynb">{each.title}</a>'
+            f"<br><small>{each.summary}</small></td><td>{each.minutes} min</td>"
+            f"<td>{marks} {len(passed)} of {len(each.exercises)}</td></tr>"
+        )
+    if following is None:
+        last = "Every exercise is solved. `my_transformer` is complete."
+    else:
+        left = [name for name in following.exercises if name not in done]
+        last = f"Next: lesson {following.number}, {following.title}: {', '.join(left)}."
+    show(
+        "\n".join([*text, last]),
+        f"<table><tr><th></th><th>lesson</th><th>time</th><th>your exercises</th></tr>"
+        f"{''.join(rows)}</table><p>{last}</p>",
+    )

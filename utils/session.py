@@ -1,0 +1,59 @@
+"""What a notebook's first cell starts: the right kernel, and which lesson this is."""
+
+import os
+import sys
+from importlib.util import find_spec
+
+from utils.errors import CourseError
+
+NEEDED = ("torch", "matplotlib", "ipywidgets", "tqdm")
+
+lesson: str | None = None  # the file's name without ending, "02_attention"
+solved = False
+
+
+def start(lesson_file: str, solved_notebook: bool = False) -> None:
+    """Prepare the kernel for a lesson. The first cell of every notebook calls it.
+
+    A solution notebook takes the reference for all earlier parts and saves nothing.
+    """
+    global lesson, solved
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise CourseError(
+            f"This kernel ({sys.executable}) lacks {', '.join(missing)}. Choose the "
+            "course's kernel (menu Kernel, Change Kernel), or install what is missing: "
+            f"{sys.executable} -m pip install -r requirements.txt"
+        )
+    lesson, solved = lesson_file, solved_notebook
+    if solved:
+        os.environ["COURSE_PARTS"] = "reference"
+
+    from utils import plots
+
+    plots.use_course_style()
+    _explain_missing_exercises()
+
+
+def _explain_missing_exercises() -> None:
+    """Turn the NameError of a check before its exercise into a sentence."""
+    from utils.report import in_notebook
+
+    if not in_notebook():
+        return
+    from IPython import get_ipython
+
+    from utils.course import lesson_of
+
+    def explain(shell, error_type, error, traceback, tb_offset=None):
+        name = getattr(error, "name", None)
+        if name and lesson_of(name) is not None:
+            lines = [f"`{name}` is not defined yet: run its exercise cell first."]
+        else:
+            lines = shell.InteractiveTB.structured_traceback(
+                error_type, error, traceback, tb_offset=tb_offset
+            )
+        shell._showtraceback(error_type, error, lines)
+        return lines
+
+    get_ipython().set_custom_exc((NameError,), explain)
