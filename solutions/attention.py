@@ -58,6 +58,8 @@ class SelfAttention(nn.Module):
 
     Queries, keys and values are linear maps of `x` without bias, in `w_q`, `w_k` and
     `w_v`.
+
+    Vaswani et al. (2017), "Attention Is All You Need", section 3.2.
     """
 
     def __init__(self, d_model, d_head):
@@ -87,6 +89,8 @@ def causal_mask(t_q, t_k=None):
 
     Raises:
         ValueError: if there are more queries than keys.
+
+    Vaswani et al. (2017), "Attention Is All You Need", section 3.2.3.
     """
     ### BEGIN SOLUTION
     t_k = t_q if t_k is None else t_k

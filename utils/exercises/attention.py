@@ -9,6 +9,7 @@ from torch import nn
 
 from utils.exercise import Exercise
 from utils.probe import probe, probe_ids, strided
+from utils.trial import in_float64
 
 weights = Exercise("attention_weights", lesson="attention")
 attend = Exercise("attention", lesson="attention")
@@ -95,6 +96,15 @@ def blind_rows(mask):
     return mask
 
 
+def roughly(t, answer, oracle, *args, tolerance):
+    """For inputs at which right formulas differ by more than a rounding of the result.
+
+    At scores of 10,000 the scores themselves are rounded to a thousandth.
+    """
+    expected = oracle(*in_float64(args))
+    t.close(t.call(answer, *args), expected, like=args[0], tolerance=tolerance)
+
+
 # Attention weights, and attention by the same requirements ----------------------------
 
 
@@ -126,9 +136,11 @@ def _(answer, t):
     "Lesson 00: an exponential needs the row's maximum subtracted first.",
 )
 def _(answer, t):
-    t.agrees(answer, slow_weights, whole(2, 4, 16), whole(2, 5, 16, seed=1))
+    q, k = whole(2, 4, 16), whole(2, 5, 16, seed=1)
+    roughly(t, answer, slow_weights, q, k, tolerance=0.01)
     for level in (10_000, -10_000):
-        t.agrees(answer, slow_weights, *at_level(level, 2, t_q=4, t_k=5, seed=2))
+        q, k = at_level(level, 2, t_q=4, t_k=5, seed=2)
+        roughly(t, answer, slow_weights, q, k, tolerance=0.01)
 
 
 @weights.requires(
@@ -146,7 +158,7 @@ def _(answer, t):
 @weights.requires("masks of fewer or smaller dimensions are broadcast")
 def _(answer, t):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=14)
-    for i, size in enumerate(((2, 1, 1, 5), (2, 1, 4, 5), (2, 3, 4, 5), (5,))):
+    for i, size in enumerate(((2, 1, 1, 5), (2, 1, 4, 5), (2, 3, 4, 5), (1, 5))):
         t.agrees(answer, slow_weights, q, k, some_mask(*size, seed=i))
 
 
@@ -157,7 +169,8 @@ def _(answer, t):
 )
 def _(answer, t):
     for visible, hidden in HIDDEN_LEVELS:
-        t.agrees(answer, slow_weights, *one_hidden(visible, hidden))
+        q, k, mask = one_hidden(visible, hidden)
+        roughly(t, answer, slow_weights, q, k, mask, tolerance=0.01)
 
 
 @weights.requires(
@@ -191,7 +204,9 @@ def _(answer, t):
 )
 def _(answer, t):
     mask = some_mask(2, 1, 4, 5, seed=9)
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=21, dtype=torch.float64)
+    roughly(t, answer, slow_weights, q, k, mask, tolerance=1e-5)
+    for dtype in (torch.float16, torch.bfloat16):
         q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=22, dtype=dtype)
         t.agrees(answer, slow_weights, q, k)
         t.agrees(answer, slow_weights, q, k, mask)
@@ -246,10 +261,11 @@ def _(answer, t):
 )
 def _(answer, t):
     v = values(2, t_k=5, d_v=3)
-    t.agrees(answer, slow_attention, whole(2, 4, 16), whole(2, 5, 16, seed=1), v)
+    q, k = whole(2, 4, 16), whole(2, 5, 16, seed=1)
+    roughly(t, answer, slow_attention, q, k, v, tolerance=0.01)
     for level in (10_000, -10_000):
         q, k = at_level(level, 2, t_q=4, t_k=5, seed=2)
-        t.agrees(answer, slow_attention, q, k, v)
+        roughly(t, answer, slow_attention, q, k, v, tolerance=0.01)
 
 
 @attend.requires(
@@ -274,7 +290,8 @@ def _(answer, t):
 def _(answer, t):
     for visible, hidden in HIDDEN_LEVELS:
         q, k, mask = one_hidden(visible, hidden)
-        t.agrees(answer, slow_attention, q, k, values(2, t_k=5, d_v=3), mask)
+        v = values(2, t_k=5, d_v=3)
+        roughly(t, answer, slow_attention, q, k, v, mask, tolerance=0.01)
 
 
 @attend.requires(
@@ -309,7 +326,10 @@ def _(answer, t):
 )
 def _(answer, t):
     mask = some_mask(2, 1, 4, 5, seed=9)
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=21, dtype=torch.float64)
+    v = values(2, 3, t_k=5, d_v=6, dtype=torch.float64)
+    roughly(t, answer, slow_attention, q, k, v, mask, tolerance=1e-5)
+    for dtype in (torch.float16, torch.bfloat16):
         q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=22, dtype=dtype)
         v = values(2, 3, t_k=5, d_v=6, dtype=dtype)
         t.agrees(answer, slow_attention, q, k, v)
@@ -1154,7 +1174,10 @@ def _(answer, t):
     x = probe(1, 2, 6, seed=76)
     layer_agrees(t, module, known, x)
     layer_agrees(t, module, known, x)
-    layer_agrees(t, module.double(), known, x.double())
+    actual = t.call(module.double(), x.double())
+    doubled = {name: w.double() for name, w in known.items()}
+    right = slow_layer(x.double(), **doubled)
+    t.close(actual, right, like=x.double(), tolerance=1e-5)
 
 
 @layer.requires(
