@@ -201,6 +201,14 @@ class TestWrongAnswers:
         messages = {evaluate(answer, "softmax").message for _ in range(3)}
         assert len(messages) == 1
 
+    def test_randomness_is_named(self):
+        def answer(scores, dim=-1):
+            return torch.nn.functional.dropout(torch.softmax(scores, dim), 0.5)
+
+        report = evaluate(answer, "softmax")
+        assert report.fault == "random"
+        assert "dropout" in report.message
+
     def test_leaves_global_state_alone(self):
         torch.manual_seed(3)
         expected = torch.rand(4)

@@ -20,7 +20,7 @@ from torch import nn
 
 from utils import course, parts
 from utils.errors import CheckFailed, CourseError
-from utils.exercise import Exercise, Joint
+from utils.exercise import Exercise, Fault, Joint
 from utils.limits import TimeUp, time_limit
 from utils.report import MARKS, box, show
 from utils.trial import Crashed, NotWritten, Trial, Unmet, a, alike
@@ -165,12 +165,12 @@ def _run(task, candidate) -> Report:
     return Report(task.name, "passed", None, f"{task.name}: right", lines, verified)
 
 
-def _attempt(requirement, answer, seconds, reference_errors=()):
+def _attempt(requirement, answer, seconds, reference_errors=(), seed=0):
     """Try one requirement: the trial, and what went wrong or None."""
     trial = Trial(list(reference_errors))
     problem = None
     try:
-        with _settled(), time_limit(seconds):
+        with _settled(seed), time_limit(seconds):
             requirement.test(answer, trial)
     except (Unmet, Crashed, NotWritten, TimeUp) as caught:
         problem = caught
@@ -208,7 +208,22 @@ def _recognise(task, candidate, requirement, trial):
             break
         narrowed = [f for f in matching if _matches(task, f, other, theirs, False)]
         matching = narrowed or matching
-    return matching[0] if matching else None
+    if matching:
+        return matching[0]
+    again, _ = _attempt(requirement, candidate, task.seconds, seed=1)
+    same = len(again.trace) == len(trial.trace) and all(
+        map(alike, again.trace, trial.trace)
+    )
+    return None if same else RANDOM
+
+
+# Every exercise can have this one.
+RANDOM = Fault(
+    "random",
+    "Two calls on the same input give different results. Something in it draws random "
+    "numbers: dropout, a weight that is made anew, a layer built inside the call?",
+    None,
+)
 
 
 def _matches(task, fault, requirement, trial, must_fail) -> bool:
@@ -236,11 +251,11 @@ def _spoiled(task, fault):
 
 
 @contextmanager
-def _settled():
+def _settled(seed):
     """Global state that an answer may depend on: set now, restored after."""
     random, dtype = torch.random.get_rng_state(), torch.get_default_dtype()
     grad = torch.is_grad_enabled()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     try:
