@@ -198,7 +198,11 @@ def _recognise(task, candidate, requirement, trial):
     at = task.requirements.index(requirement)
     earlier, later = task.requirements[:at], task.requirements[at + 1 :]
     if len(matching) > 1:
-        meeting = [f for f in matching if all(_meets(task, f, r) for r in earlier)]
+        meeting = [
+            fault
+            for fault in matching
+            if all(_fault_trial(task, fault, each)[1] is None for each in earlier)
+        ]
         matching = meeting or matching
     for other in later:
         if len(matching) <= 1:
@@ -228,7 +232,7 @@ RANDOM = Fault(
 
 def _matches(task, fault, requirement, trial, must_fail) -> bool:
     """Does the fault's code give the same results as those in `trial`?"""
-    theirs, problem = _attempt(requirement, _spoiled(task, fault), task.seconds)
+    theirs, problem = _fault_trial(task, fault, requirement)
     if must_fail and problem is None:
         return False
     if len(theirs.trace) < len(trial.trace) or not trial.trace:
@@ -238,16 +242,14 @@ def _matches(task, fault, requirement, trial, must_fail) -> bool:
     return all(map(alike, trial.trace, theirs.trace, truth))
 
 
-def _meets(task, fault, requirement) -> bool:
-    """Does the fault's code meet this requirement?"""
-    return _attempt(requirement, _spoiled(task, fault), task.seconds)[1] is None
-
-
-def _spoiled(task, fault):
-    """The fault's code in the form in which `task` takes answers."""
+@cache
+def _fault_trial(task, fault, requirement):
+    """The fault's code under a requirement: the trial, and what went wrong or None."""
+    answer = fault.implementation
     if isinstance(task, Joint):
-        return {**(task.reference or {}), **fault.implementation}
-    return fault.implementation
+        answer = {**(task.reference or {}), **answer}
+    errors = _reference_trial(task, requirement).errors
+    return _attempt(requirement, answer, task.seconds, errors)
 
 
 @contextmanager
