@@ -314,6 +314,7 @@ class Trial:
         values on the way cannot run there and is let through.
         """
         try:
+            f = to_meta(f) if isinstance(f, nn.Module) else f
             result = self._run(f, to_meta(args), to_meta(kwargs))
         except Crashed as crash:
             self.trace.pop()
@@ -437,10 +438,12 @@ def rounded_once(value):
 
 
 def to_meta(value):
-    def move(x):
-        return copy.deepcopy(x).to("meta") if isinstance(x, nn.Module) else x.to("meta")
-
-    return convert(value, move)
+    """On the device that computes shapes alone; modules as copies."""
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value).to("meta")
+    if isinstance(value, (tuple, list)):
+        return type(value)(to_meta(each) for each in value)
+    return convert(value, lambda x: x.to("meta"))
 
 
 def is_float(value):
