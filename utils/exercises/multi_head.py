@@ -1229,8 +1229,8 @@ class _(Plain):
 )
 class _(Plain):
     def look(self, q, k, v, mask):
-        hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
-        return super().look(q, k, v, hidden if mask is None else mask & hidden)
+        seen = causal(q.shape[-2]).to(q.device)
+        return super().look(q, k, v, seen if mask is None else mask & seen)
 
 
 @wrong(
