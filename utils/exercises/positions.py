@@ -187,7 +187,7 @@ def _(t, d_model):
     return _waves(t, d_model + d_model % 2)[:, :d_model]
 
 
-# LearnedPositions -------------------------------------------------------------------
+# LearnedPositions ---------------------------------------------------------------------
 
 learned = Exercise("LearnedPositions", lesson="positions")
 
@@ -425,7 +425,7 @@ class _(_Learned):
         self.table = nn.Embedding(max_len, d_model, padding_idx=1)
 
 
-# rope ------------------------------------------------------------------------------
+# rope ---------------------------------------------------------------------------------
 
 rope = Exercise("rope", lesson="positions")
 
@@ -478,6 +478,7 @@ def _(answer, t):
     t.agrees(answer, turned, probe(3, 9, 6, seed=4), torch.arange(9) + 40)
     t.agrees(answer, turned, probe(3, 8, 6), torch.tensor([9, 2, 2, 0, 31, 5, 6, 1]))
     t.agrees(answer, turned, probe(2, 3, 1, 8, seed=5), torch.tensor([17]))
+    t.agrees(answer, turned, probe(2, 8, seed=5), torch.tensor([30_000, 12_345]))
 
 
 @rope.requires(
@@ -898,7 +899,7 @@ def _(x, positions, base=10_000.0):
     )
 
 
-# alibi_slopes ------------------------------------------------------------------------
+# alibi_slopes -------------------------------------------------------------------------
 
 slopes = Exercise("alibi_slopes", lesson="positions")
 
@@ -1296,7 +1297,7 @@ def _(n_heads, t_q, t_k):
     return -_steep(n_heads) * distance.abs()
 
 
-# ntk_base ---------------------------------------------------------------------------
+# ntk_base -----------------------------------------------------------------------------
 
 ntk = Exercise("ntk_base", lesson="positions")
 
@@ -1451,7 +1452,7 @@ def _(base, factor, d_head):
     return base * factor ** (d_head / (d_head - 2))
 
 
-# What must fit together ----------------------------------------------------------------
+# What must fit together ---------------------------------------------------------------
 
 turning = Joint(
     "rope_in_multi_head",
