@@ -47,7 +47,8 @@ if root is None:
         "that it came in, and start JupyterLab from the course with `make lab`."
     )
 sys.path.insert(0, str(root))
-sys.modules.pop("utils", None)  # another package of this name may be installed
+if "utils.session" not in sys.modules:
+    sys.modules.pop("utils", None)  # another package of this name may be installed
 
 from utils.session import start
 

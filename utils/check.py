@@ -190,11 +190,16 @@ def _reference_trial(task, requirement) -> Trial:
 def _recognise(task, candidate, requirement, trial):
     """The fault that gives what the candidate gave, or None.
 
-    Where several do under the requirement that failed, the later requirements
-    tell them apart.
+    Where several do under the requirement that failed, those that meet the earlier
+    requirements, as the candidate does, come first, and the later requirements tell
+    the rest apart.
     """
     matching = [f for f in task.faults if _matches(task, f, requirement, trial, True)]
-    later = task.requirements[task.requirements.index(requirement) + 1 :]
+    at = task.requirements.index(requirement)
+    earlier, later = task.requirements[:at], task.requirements[at + 1 :]
+    if len(matching) > 1:
+        meeting = [f for f in matching if all(_meets(task, f, r) for r in earlier)]
+        matching = meeting or matching
     for other in later:
         if len(matching) <= 1:
             break
@@ -208,10 +213,7 @@ def _recognise(task, candidate, requirement, trial):
 
 def _matches(task, fault, requirement, trial, must_fail) -> bool:
     """Does the fault's code give the same results as those in `trial`?"""
-    answer = fault.implementation
-    if isinstance(task, Joint):
-        answer = {**(task.reference or {}), **answer}
-    theirs, problem = _attempt(requirement, answer, task.seconds)
+    theirs, problem = _attempt(requirement, _spoiled(task, fault), task.seconds)
     if must_fail and problem is None:
         return False
     if len(theirs.trace) < len(trial.trace) or not trial.trace:
@@ -219,6 +221,18 @@ def _matches(task, fault, requirement, trial, must_fail) -> bool:
     truth = _reference_trial(task, requirement).trace
     truth = [*truth, *[None] * len(trial.trace)]
     return all(map(alike, trial.trace, theirs.trace, truth))
+
+
+def _meets(task, fault, requirement) -> bool:
+    """Does the fault's code meet this requirement?"""
+    return _attempt(requirement, _spoiled(task, fault), task.seconds)[1] is None
+
+
+def _spoiled(task, fault):
+    """The fault's code in the form in which `task` takes answers."""
+    if isinstance(task, Joint):
+        return {**(task.reference or {}), **fault.implementation}
+    return fault.implementation
 
 
 @contextmanager

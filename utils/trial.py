@@ -141,7 +141,7 @@ class Trial:
             if is_float(value)
         }
         output = self._run(f, args, kwargs)
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
         for each in outputs:
             self.is_tensor(each)
         if not any(each.requires_grad for each in outputs):
