@@ -240,7 +240,7 @@ def test_right_block_parameters():
     passes(block_by_modules, "block_parameters")
 
 
-# Wrong answers that no fault lists -----------------------------------------------------
+# Wrong answers that no fault lists ---------------------------------------------------
 
 WRONG = {
     "silu": {
