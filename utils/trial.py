@@ -439,11 +439,11 @@ def rounded_once(value):
 
 def to_meta(value):
     """On the device that computes shapes alone; modules as copies."""
-    if isinstance(value, nn.Module):
-        return copy.deepcopy(value).to("meta")
-    if isinstance(value, (tuple, list)):
-        return type(value)(to_meta(each) for each in value)
-    return convert(value, lambda x: x.to("meta"))
+
+    def move(x):
+        return (copy.deepcopy(x) if isinstance(x, nn.Module) else x).to("meta")
+
+    return convert(value, move)
 
 
 def is_float(value):
