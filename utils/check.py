@@ -273,12 +273,11 @@ def _failed(task, requirement, trial, problem, fault, verified) -> Report:
 def _not_written(task, problem, verified) -> Report:
     where = _own_frames(problem.error)
     inner = where[-1].name if where else task.name
-    if inner in (task.name, "<lambda>") and not verified:
-        return Report(task.name, "todo", None, f"{task.name}: not written yet")
     line = f" (line {where[-1].lineno} of its cell)" if where else ""
     lines = [f"`{inner}` still raises NotImplementedError{line}."]
-    if verified:
-        lines.append(f"Already right: {'; '.join(verified)}.")
+    if not verified:
+        return Report(task.name, "todo", None, f"{task.name}: not written yet", lines)
+    lines.append(f"Already right: {'; '.join(verified)}.")
     title = f"{task.name}: only partly written"
     return Report(task.name, "todo", None, title, lines, verified)
 
