@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.exercise import Exercise, Joint
+from utils.exercise import Exercise, Joint, reference_part
 from utils.probe import probe, strided
+from utils.trial import Crashed, Unmet
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -47,7 +48,12 @@ def _(answer, t):
     t.agrees(answer, true_layer_norm, probe(6, seed=8), weight, bias)
     t.agrees(answer, true_layer_norm, probe(2, 3, 4, 6, seed=9), weight, bias)
     t.agrees(
-        answer, true_layer_norm, x=probe(4, 6, seed=8), weight=weight, bias=bias, eps=1e-5
+        answer,
+        true_layer_norm,
+        x=probe(4, 6, seed=8),
+        weight=weight,
+        bias=bias,
+        eps=1e-5,
     )
 
 
@@ -182,14 +188,16 @@ def _(x, weight, bias, eps=1e-5):
 
 
 @layer_norm.fault(
-    "eps_fixed", "The `eps` of the caller is not used; another one is written in its place."
+    "eps_fixed",
+    "The `eps` of the caller is not used; another one is written in its place.",
 )
 def _(x, weight, bias, eps=1e-5):
     return layer_norm_with(x, weight, bias, 1e-5)
 
 
 @layer_norm.fault(
-    "eps_of_rms_norm", "eps is 1e-6 where the caller gives none; for this norm it is 1e-5."
+    "eps_of_rms_norm",
+    "eps is 1e-6 where the caller gives none; for this norm it is 1e-5.",
 )
 def _(x, weight, bias, eps=1e-6):
     return layer_norm_with(x, weight, bias, eps)
@@ -287,7 +295,9 @@ def _(x, weight, bias, eps=1e-5):
     return layer_norm_with(x, torch.ones_like(weight), torch.zeros_like(bias), eps)
 
 
-@layer_norm.fault("weight_added", "The weight is added; it is a factor for each feature.")
+@layer_norm.fault(
+    "weight_added", "The weight is added; it is a factor for each feature."
+)
 def _(x, weight, bias, eps=1e-5):
     return layer_norm_with(x, torch.ones_like(weight), weight + bias, eps)
 
@@ -556,14 +566,16 @@ def _(x, weight, eps=1e-6):
 
 
 @rms_norm.fault(
-    "eps_fixed", "The `eps` of the caller is not used; another one is written in its place."
+    "eps_fixed",
+    "The `eps` of the caller is not used; another one is written in its place.",
 )
 def _(x, weight, eps=1e-6):
     return rms_norm_with(x, weight, 1e-6)
 
 
 @rms_norm.fault(
-    "eps_of_layer_norm", "eps is 1e-5 where the caller gives none; for this norm it is 1e-6."
+    "eps_of_layer_norm",
+    "eps is 1e-5 where the caller gives none; for this norm it is 1e-6.",
 )
 def _(x, weight, eps=1e-5):
     return rms_norm_with(x, weight, eps)
@@ -815,7 +827,7 @@ def _(answer, t):
     one, other = t.call(answer, 5), t.call(answer, 5)
     t.load(one, weight=probe(5, seed=16))
     t.agrees(other, oracle_with(torch.ones(5)), probe(2, 3, 5, seed=17))
-    t.any_device(lambda norm, x: norm(x), one, probe(2, 3, 5))
+    t.any_device(one.to("meta"), probe(2, 3, 5))
 
 
 class WrongNorm(nn.Module):
@@ -835,27 +847,13 @@ class WrongNorm(nn.Module):
 
 @module.fault(
     "weight_is_no_parameter",
-    "The weight is a plain tensor. No optimiser will see it, `state_dict` leaves it out, "
-    "and it stays behind when the model moves to a GPU.",
+    "The weight is a plain tensor, or a buffer. No optimiser will ever see it; a plain "
+    "tensor is not saved either, and stays behind when the model moves to a GPU.",
 )
 class _(WrongNorm):
     def __init__(self, d_model, eps=1e-6):
         nn.Module.__init__(self)
         self.weight, self.eps = torch.ones(d_model), eps
-
-
-@module.fault(
-    "weight_is_a_buffer",
-    "The weight is a buffer: saved and moved with the model, but never trained.",
-)
-class _(WrongNorm):
-    def __init__(self, d_model, eps=1e-6):
-        nn.Module.__init__(self)
-        self.register_buffer("weight", torch.ones(d_model))
-        self.eps = eps
-
-    def forward(self, x):
-        return rms_norm_with(x, self.weight, self.eps) + 0
 
 
 @module.fault(
@@ -1074,7 +1072,9 @@ def require_the_same_of(exercise, oracle, norm_first, formula):
     )
     def _(answer, t):
         t.agrees(answer, oracle, probe(2, 3, 5), sublayer(1, 5), any_norm)
-        t.agrees(answer, oracle, probe(2, 4, 6, seed=2), sublayer(3, 6), real_norm(6, 4))
+        t.agrees(
+            answer, oracle, probe(2, 4, 6, seed=2), sublayer(3, 6), real_norm(6, 4)
+        )
 
     @exercise.requires(
         "two such steps are PyTorch's own encoder layer",
@@ -1108,7 +1108,9 @@ def require_the_same_of(exercise, oracle, norm_first, formula):
     def _(answer, t):
         t.agrees(answer, oracle, probe(2, 3, 5, seed=8), nn.Identity(), nn.Identity())
         t.agrees(answer, oracle, probe(2, 3, 5, seed=9), nn.Identity(), any_norm)
-        t.agrees(answer, oracle, probe(2, 3, 5, seed=10), sublayer(11, 5), nn.Identity())
+        t.agrees(
+            answer, oracle, probe(2, 3, 5, seed=10), sublayer(11, 5), nn.Identity()
+        )
 
     @exercise.requires("arguments by name, half precision and other shapes work too")
     def _(answer, t):
@@ -1141,13 +1143,17 @@ NO_RESIDUAL = (
     "connection, so a deep stack loses its input and its gradient."
 )
 UNNORMED = "The norm is not used anywhere."
-TWICE = "The sublayer runs twice. That costs double, and with dropout gives two results."
+TWICE = (
+    "The sublayer runs twice. That costs double, and with dropout gives two results."
+)
 SUBTRACTED = "The sublayer's result is subtracted. It is added to the stream."
 AVERAGED = (
     "Stream and branch are averaged. They are added: halving at each step would leave "
     "half of the stream, then a quarter, then an eighth."
 )
-CUT_BRANCH = "The sublayer's result is cut from the graph, so the sublayer never learns."
+CUT_BRANCH = (
+    "The sublayer's result is cut from the graph, so the sublayer never learns."
+)
 CUT_STREAM = (
     "The stream is cut from the graph where it passes the sublayer. The gradient's short "
     "way back is what a residual connection is for."
@@ -1234,7 +1240,9 @@ def _(x, sublayer, norm):
     return x + sublayer(x)
 
 
-@pre.fault("norm_unused", "The norm is called, but the sublayer gets the stream as it is.")
+@pre.fault(
+    "norm_unused", "The norm is called, but the sublayer gets the stream as it is."
+)
 def _(x, sublayer, norm):
     norm(x)
     return x + sublayer(x)
@@ -1453,3 +1461,338 @@ def _(x, sublayer, norm):
 @post.fault("detached_stream", CUT_STREAM)
 def _(x, sublayer, norm):
     return norm(x.detach() + sublayer(x))
+
+
+# The block ------------------------------------------------------------------------
+
+block = Joint(
+    "pre_norm_block",
+    lesson="norms",
+    parts={
+        "causal_mask": "attention",
+        "MultiHeadAttention": "multi_head",
+        "SwiGLU": "feed_forward",
+        "RMSNorm": "norms",
+        "pre_norm": "norms",
+    },
+)
+
+D_MODEL, N_HEADS, N_KV_HEADS, D_HEAD, D_FF = 12, 4, 2, 5, 20
+
+
+def assemble(parts, seed=0, dtype=torch.float32):
+    """The two halves of a block from its parts, with weights from a formula."""
+    made = {
+        "norm_1": parts["RMSNorm"](D_MODEL, 1e-6),
+        "attention": parts["MultiHeadAttention"](D_MODEL, N_HEADS, N_KV_HEADS, D_HEAD),
+        "norm_2": parts["RMSNorm"](D_MODEL, 1e-6),
+        "feed_forward": parts["SwiGLU"](D_MODEL, D_FF),
+    }
+    made = nn.ModuleDict(made).to(dtype)
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(sorted(made.named_parameters())):
+            is_norm = name.startswith("norm")
+            shift, scale = (1, 0.3) if is_norm else (0, parameter.shape[-1] ** -0.5)
+            value = probe(*parameter.shape, seed=seed + i, scale=scale, shift=shift)
+            parameter.copy_(value)
+    return made
+
+
+def attention_half(parts, made, x):
+    """The stream after attention."""
+    mask = parts["causal_mask"](x.shape[1])
+    return parts["pre_norm"](
+        x, lambda h: made["attention"](h, mask=mask), made["norm_1"]
+    )
+
+
+def feed_forward_half(parts, made, x):
+    """The stream after the feed-forward network."""
+    return parts["pre_norm"](x, made["feed_forward"], made["norm_2"])
+
+
+def whole_block(parts, made, x):
+    return feed_forward_half(parts, made, attention_half(parts, made, x))
+
+
+def true_halves(made, x):
+    """Both halves in float64 from the weights alone, with PyTorch's own functions."""
+    w = {name: p.detach().double() for name, p in made.named_parameters()}
+    x = x.double()
+
+    def split(h, name, n):
+        flat = h @ w[f"attention.{name}.weight"].T
+        return flat.unflatten(-1, (n, D_HEAD)).transpose(1, 2)  # B H T Dh
+
+    h = true_rms_norm(x, w["norm_1.weight"])
+    q, k, v = (
+        split(h, "w_q", N_HEADS),
+        split(h, "w_k", N_KV_HEADS),
+        split(h, "w_v", N_KV_HEADS),
+    )
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    first = x + mixed.transpose(1, 2).flatten(2) @ w["attention.w_o.weight"].T
+    h = true_rms_norm(first, w["norm_2.weight"])
+    gate = F.silu(h @ w["feed_forward.w_1.weight"].T)
+    second = gate * (h @ w["feed_forward.w_3.weight"].T)
+    return first, first + second @ w["feed_forward.w_2.weight"].T
+
+
+def fit(t, what, f, *args):
+    """What `f(*args)` returns; if it raises, a sentence about the joint."""
+    try:
+        return t.call(f, *args)
+    except Crashed as crash:
+        raise Unmet(f"{what}: {type(crash.error).__name__}, “{crash.error}”") from crash
+
+
+def require_width(t, result, x, what):
+    if isinstance(result, (tuple, list)):
+        raise Unmet(
+            f"{what} gives {len(result)} values. A part that returns its weights beside "
+            "its result does not fit where a stream goes in and a stream comes out."
+        )
+    t.is_tensor(result, what)
+    t.true(
+        result.shape == x.shape,
+        f"The stream changes its shape: {tuple(x.shape)} goes in, and {what} gives "
+        f"{tuple(result.shape)}. What adds to the stream has to come back to its width.",
+    )
+
+
+@block.requires(
+    "norm, attention and feed-forward take each other's results, and the stream keeps "
+    "its shape",
+    "Print the shapes on both sides of each addition.",
+)
+def _(parts, t):
+    made = assemble(parts)
+    x = probe(2, 7, D_MODEL, seed=50)
+    for half, what in (
+        (attention_half, "norm, attention, addition"),
+        (feed_forward_half, "norm, feed-forward, addition"),
+    ):
+        result = fit(t, f"{what}: they do not fit", lambda x: half(parts, made, x), x)  # noqa: B023
+        require_width(t, result, x, what)
+
+
+@block.requires(
+    "a later token changes no earlier output: norm, attention and feed-forward leave "
+    "the mask its meaning",
+    "Attention is the only part that may look at other positions, and it looks through "
+    "the mask. Which of your parts mixes positions besides?",
+)
+def _(parts, t):
+    made = assemble(parts, seed=20)
+    x = probe(2, 7, D_MODEL, seed=51)
+    changed = x.clone()
+    changed[:, 4:] = probe(2, 3, D_MODEL, seed=52, scale=5, shift=2)
+    for half, what in (
+        (attention_half, "attention with the norm before it"),
+        (feed_forward_half, "the feed-forward network with the norm before it"),
+    ):
+        before = t.call(lambda x: half(parts, made, x), x)  # noqa: B023
+        after = t.call(lambda x: half(parts, made, x), changed)  # noqa: B023
+        moved = (before - after)[:, :4].abs().max().item()
+        t.true(
+            moved < 1e-5,
+            "The block is no longer causal: tokens 4, 5 and 6 were changed, and the "
+            f"stream at tokens 0 to 3 moved by {moved:.2g} in {what}.",
+        )
+
+
+@block.requires(
+    "each half adds to the stream once: the stream as it was, plus attention or "
+    "feed-forward of the normalised stream",
+    "Pull the halves apart: is `pre_norm(x, …) − x` what the sublayer gives alone?",
+)
+def _(parts, t):
+    made = assemble(parts, seed=40)
+    x = probe(2, 7, D_MODEL, seed=53, scale=3, shift=1)
+    first, second = true_halves(made, x)
+    result = t.call(lambda x: attention_half(parts, made, x), x)
+    t.close(result, first, "the stream after attention", like=x)
+    result = t.call(lambda x: whole_block(parts, made, x), x)
+    t.close(result, second, "the stream after the feed-forward network", like=x)
+
+
+@block.requires(
+    "one token, and rows of a batch that differ, work too",
+    "Does a part confuse the batch with time?",
+)
+def _(parts, t):
+    made = assemble(parts, seed=60)
+    for x in (probe(3, 1, D_MODEL, seed=54), probe(1, 5, D_MODEL, seed=55)):
+        _, expected = true_halves(made, x)
+        result = t.call(lambda x: whole_block(parts, made, x), x)
+        t.close(result, expected, "the stream after the block", like=x)
+
+
+@block.requires(
+    "in bfloat16 every part hands on bfloat16",
+    "A norm that leaves its result in float32 stops the matrix product behind it.",
+)
+def _(parts, t):
+    made = assemble(parts, seed=80, dtype=torch.bfloat16)
+    x = probe(2, 5, D_MODEL, seed=56, dtype=torch.bfloat16)
+    result = fit(
+        t,
+        "After `.bfloat16()` the parts no longer fit",
+        lambda x: whole_block(parts, made, x),
+        x,
+    )
+    t.true(
+        result.dtype == x.dtype,
+        f"The stream goes in as bfloat16 and comes out as {result.dtype}: one of the "
+        "parts changes its dtype.",
+    )
+
+
+@block.requires(
+    "the gradient reaches the input and every weight",
+    "Follow the gradient back from the addition: one way past the sublayer, one through it.",
+)
+def _(parts, t):
+    made = assemble(parts, seed=90)
+    x = probe(2, 5, D_MODEL, seed=57).requires_grad_()
+    result = t.call(lambda x: whole_block(parts, made, x), x)
+    weights = dict(made.named_parameters())
+    given = torch.autograd.grad(
+        (result * probe(*result.shape, seed=58)).sum(),
+        [*weights.values()],
+        allow_unused=True,
+    )
+    for name, gradient in zip(weights, given, strict=True):
+        t.true(
+            gradient is not None and bool(gradient.abs().max() > 0),
+            f"No gradient reaches `{name}` of the block.",
+        )
+
+
+def right_part(lesson, name):
+    """The reference, for a fault to change one thing of."""
+    return reference_part(lesson, name) or nn.Module
+
+
+RightAttention = right_part("multi_head", "MultiHeadAttention")
+RightSwiGLU = right_part("feed_forward", "SwiGLU")
+
+
+def attention_part(forward):
+    """An attention whose forward is `forward(right, x, mask)`, over the right one."""
+
+    class Changed(RightAttention):
+        def forward(self, x, mask=None, rotate=None):
+            return forward(super().forward, x, mask)
+
+    return {"MultiHeadAttention": Changed}
+
+
+def feed_forward_part(forward):
+    class Changed(RightSwiGLU):
+        def forward(self, x):
+            return forward(super().forward, x)
+
+    return {"SwiGLU": Changed}
+
+
+def norm_part(forward):
+    class Changed(WrongNorm):
+        def forward(self, x):
+            return forward(x, self.weight, self.eps)
+
+    return {"RMSNorm": Changed}
+
+
+block.fault(
+    "attention_returns_its_weights",
+    "Attention returns its weights beside its result, as `nn.MultiheadAttention` does. "
+    "What is added to the stream has to be the result alone.",
+    attention_part(lambda right, x, mask: (right(x, mask), None)),
+)
+block.fault(
+    "mask_without_effect",
+    "Each position sees all the later ones: attention takes the mask and does not use "
+    "it, or the mask allows everything.",
+    attention_part(lambda right, x, mask: right(x)),
+)
+block.fault(
+    "mask_read_the_other_way",
+    "Attention and mask disagree on what True means. For both it is: may look.",
+    attention_part(lambda right, x, mask: right(x, ~mask)),
+)
+block.fault(
+    "mask_shows_one_too_many",
+    "The mask lets each query see one key too many, the one behind its own.",
+    {"causal_mask": lambda t_q, t_k=None: torch.ones(t_q, t_q).tril(1).bool()},
+)
+block.fault(
+    "attention_adds_the_stream",
+    "Attention adds its input to its result, and `pre_norm` adds the stream again: one "
+    "of the two is meant to.",
+    attention_part(lambda right, x, mask: x + right(x, mask)),
+)
+block.fault(
+    "feed_forward_adds_the_stream",
+    "The feed-forward network adds its input to its result, and `pre_norm` adds the "
+    "stream again: one of the two is meant to.",
+    feed_forward_part(lambda right, x: x + right(x)),
+)
+block.fault(
+    "feed_forward_mixes_positions",
+    "The feed-forward network mixes positions. Only attention may, for only attention "
+    "has the mask.",
+    feed_forward_part(lambda right, x: right(x) + x.mean(1, keepdim=True)),
+)
+block.fault(
+    "norm_over_time",
+    "The norm takes its statistics over the positions, so each output depends on later "
+    "tokens, and the mask is worth nothing. Per position, over the features.",
+    norm_part(lambda x, weight, eps: rms_norm_with(x, weight, eps, dim=1)),
+)
+block.fault(
+    "norm_over_time_and_features",
+    "The norm takes one mean square over a whole sequence, so each output depends on "
+    "later tokens, and the mask is worth nothing. Per position, over the features.",
+    norm_part(lambda x, weight, eps: rms_norm_with(x, weight, eps, dim=(1, 2))),
+)
+block.fault(
+    "norm_left_in_float32",
+    "The norm returns float32 for a stream in bfloat16, and the matrices behind it are "
+    "bfloat16.",
+    norm_part(lambda x, weight, eps: rms_norm_with(x.float(), weight.float(), eps)),
+)
+block.fault(
+    "norm_adds_the_stream",
+    "The norm adds its input to its result. The stream is added by `pre_norm`.",
+    norm_part(lambda x, weight, eps: x + rms_norm_with(x, weight, eps)),
+)
+block.fault(
+    "stream_without_residual",
+    NO_RESIDUAL,
+    {"pre_norm": lambda x, sublayer, norm: sublayer(norm(x))},
+)
+block.fault(
+    "sublayer_dropped",
+    "What attention and feed-forward return is bound to a name that is never used: the "
+    "stream passes the block as it came. (With output matrices of zeros this would look "
+    "right.)",
+    {"pre_norm": lambda x, sublayer, norm: (x + 0, sublayer(norm(x)))[0]},
+)
+block.fault(
+    "stream_normalised",
+    "The stream itself is normalised after each half, as in post-norm. Here it only "
+    "grows by what is added.",
+    {"pre_norm": lambda x, sublayer, norm: norm(x + sublayer(x))},
+)
+block.fault(
+    "norm_left_out",
+    "Attention and feed-forward get the stream as it is; the norm before them is missing.",
+    {"pre_norm": lambda x, sublayer, norm: x + sublayer(x)},
+)
+block.fault(
+    "branch_detached",
+    "What is added to the stream is cut from the graph: neither attention nor "
+    "feed-forward would ever learn.",
+    {"pre_norm": lambda x, sublayer, norm: x + sublayer(norm(x)).detach()},
+)
