@@ -49,6 +49,34 @@ def attention(q, k, v, mask=None):
     ### END SOLUTION
 
 
+class SelfAttention(nn.Module):
+    """One head: every position asks, and is asked by, the positions of its sequence.
+
+    Args:
+        d_model: width of the stream.
+        d_head: width of queries, keys and values.
+
+    Queries, keys and values are linear maps of `x` without bias, in `w_q`, `w_k` and
+    `w_v`.
+
+    Vaswani et al. (2017), "Attention Is All You Need", section 3.2.
+    """
+
+    def __init__(self, d_model, d_head):
+        super().__init__()
+        ### BEGIN SOLUTION
+        self.w_q = nn.Linear(d_model, d_head, bias=False)
+        self.w_k = nn.Linear(d_model, d_head, bias=False)
+        self.w_v = nn.Linear(d_model, d_head, bias=False)
+        ### END SOLUTION
+
+    def forward(self, x, mask=None):
+        """`x` `(B, T, d_model)` → `(B, T, d_head)`; mask as in `attention`."""
+        ### BEGIN SOLUTION
+        return attention(self.w_q(x), self.w_k(x), self.w_v(x), mask)
+        ### END SOLUTION
+
+
 def causal_mask(t_q, t_k=None):
     """The mask that keeps every query from looking at later positions.
 
@@ -61,6 +89,8 @@ def causal_mask(t_q, t_k=None):
 
     Raises:
         ValueError: if there are more queries than keys.
+
+    Vaswani et al. (2017), "Attention Is All You Need", section 3.2.3.
     """
     ### BEGIN SOLUTION
     t_k = t_q if t_k is None else t_k
@@ -85,29 +115,3 @@ def padding_mask(lengths, t_k):
     positions = torch.arange(t_k, device=lengths.device)
     return (positions < lengths[:, None])[:, None, None, :]
     ### END SOLUTION
-
-
-class SelfAttention(nn.Module):
-    """One head: every position asks, and is asked by, the positions of its sequence.
-
-    Args:
-        d_model: width of the stream.
-        d_head: width of queries, keys and values.
-
-    Queries, keys and values are linear maps of `x` without bias, in `w_q`, `w_k` and
-    `w_v`.
-    """
-
-    def __init__(self, d_model, d_head):
-        super().__init__()
-        ### BEGIN SOLUTION
-        self.w_q = nn.Linear(d_model, d_head, bias=False)
-        self.w_k = nn.Linear(d_model, d_head, bias=False)
-        self.w_v = nn.Linear(d_model, d_head, bias=False)
-        ### END SOLUTION
-
-    def forward(self, x, mask=None):
-        """`x` `(B, T, d_model)` → `(B, T, d_head)`; mask as in `attention`."""
-        ### BEGIN SOLUTION
-        return attention(self.w_q(x), self.w_k(x), self.w_v(x), mask)
-        ### END SOLUTION

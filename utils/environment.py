@@ -19,7 +19,7 @@ def report() -> None:
     print(f"Python {platform.python_version()} on {platform.system()}")
     for name in ("torch", "matplotlib", "jupyterlab", "ipywidgets"):
         print(f"{name} {_version(name)}")
-    print(f"{torch.get_num_threads()} threads on {os.cpu_count()} cores")
+    print(f"PyTorch's threads: {torch.get_num_threads()}, cores: {os.cpu_count()}")
     print(f"device: {_device()}")
     for name, cost in OPTIONAL.items():
         if find_spec(name) is None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Requirement:
     """A sentence, and a check behind it: `test(answer, trial)` raises `Unmet`."""
 
@@ -16,7 +16,7 @@ class Requirement:
     hint: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fault:
     """A known mistake: a short name, a sentence for the learner, and its code."""
 

@@ -150,7 +150,7 @@ def _save(name, answer, lesson) -> None:
     path = FOLDER / f"{lesson.slug}.py"
     imports, blocks = _read(path)
     source, functions = _cell_of(name, answer)
-    block, new_imports, free = _block(name, source, functions)
+    block, new_imports, free = _block(name, source)
     blocks[name] = block
     known = {**imports, **new_imports, **_imports_for(free, functions, blocks)}
     text = _assemble(lesson, known, blocks)
@@ -224,7 +224,7 @@ def _cell_of(name, answer) -> tuple[str, dict]:
     return source, function.__globals__
 
 
-def _block(name, source, functions):
+def _block(name, source):
     """From a cell: the definitions that `name` needs, imports, and names still free."""
     tree = ast.parse(source)
     definitions, imports = {}, {}

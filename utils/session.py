@@ -29,8 +29,14 @@ def start(lesson_file: str, solved_notebook: bool = False) -> None:
     if solved:
         os.environ["COURSE_PARTS"] = "reference"
 
+    import torch
+
     from utils import plots
 
+    if "OMP_NUM_THREADS" not in os.environ:
+        # The lessons' models are small. Threads that wait for each other slow them
+        # down, by 20 times where other programs use the cores.
+        torch.set_num_threads(1)
     plots.use_course_style()
     _explain_missing_exercises()
 

@@ -141,7 +141,7 @@ class Trial:
             if is_float(value)
         }
         output = self._run(f, args, kwargs)
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
         for each in outputs:
             self.is_tensor(each)
         if not any(each.requires_grad for each in outputs):
@@ -314,6 +314,7 @@ class Trial:
         values on the way cannot run there and is let through.
         """
         try:
+            f = to_meta(f) if isinstance(f, nn.Module) else f
             result = self._run(f, to_meta(args), to_meta(kwargs))
         except Crashed as crash:
             self.trace.pop()
@@ -411,7 +412,7 @@ def unchanged(before, after):
 
 
 def convert(value, change):
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, nn.Module)):
         return change(value)
     if isinstance(value, (tuple, list)):
         return type(value)(convert(v, change) for v in value)
@@ -437,8 +438,10 @@ def rounded_once(value):
 
 
 def to_meta(value):
+    """On the device that computes shapes alone; modules as copies."""
+
     def move(x):
-        return copy.deepcopy(x).to("meta") if isinstance(x, nn.Module) else x.to("meta")
+        return (copy.deepcopy(x) if isinstance(x, nn.Module) else x).to("meta")
 
     return convert(value, move)
 

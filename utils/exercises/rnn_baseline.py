@@ -417,6 +417,22 @@ def _(x, h0, w_x, w_h, b):
 
 
 @rnn.fault(
+    "first_step_skipped",
+    "The loop leaves out the first step: it begins at the second input.",
+)
+def _(x, h0, w_x, w_h, b):
+    return torch.stack(_states(x[:, 1:], h0, w_x, w_h, b), dim=1)
+
+
+@rnn.fault(
+    "last_step_skipped",
+    "The loop leaves out the last step: it ends one input early.",
+)
+def _(x, h0, w_x, w_h, b):
+    return torch.stack(_states(x[:, :-1], h0, w_x, w_h, b), dim=1)
+
+
+@rnn.fault(
     "no_tanh",
     "The steps are linear: there is no tanh around the sum.",
 )
@@ -1287,6 +1303,7 @@ def _(answer, t):
         f"The columns of `w_x` start with a length of {size:.2g}; near 1, the sum over "
         "the inputs is about as large as one of them.",
     )
+    t.true(not parameters["b"].any(), "`b` does not start at zero.")
     ids = probe_ids(8, 20, below=v, seed=8)
     with torch.no_grad():
         loss = F.cross_entropy(t.call(model, ids).flatten(0, 1), ids.flatten()).item()
@@ -1526,6 +1543,13 @@ class _Unscaled(_Model):
     def __init__(self, vocab_size, d_model, d_hidden):
         super().__init__(vocab_size, d_model, d_hidden)
         self.w_h = nn.Parameter(torch.randn(d_hidden, d_hidden))
+
+
+@language_model.fault("b_drawn", "`b` is drawn at random; it starts at zero.")
+class _DrawnBias(_Model):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        self.b = nn.Parameter(torch.randn(d_hidden))
 
 
 @language_model.fault(

@@ -1,0 +1,36 @@
+# make lab    the course in JupyterLab        make test   everything that CI runs
+# make build  notebooks from their sources    make format ruff over code and lessons
+#
+# PYTHON=python3.13 chooses the interpreter, PIP_FLAGS="…" is handed to pip install.
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+
+# One thread a worker: two workers with two threads each on two cores are slower.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: lab test build format
+
+lab: $(VENV)/.lab
+	$(BIN)/python -m jupyterlab notebooks/00_start.ipynb
+
+test: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile --nbval
+
+build: $(VENV)/.dev
+	$(BIN)/python -m utils.build
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+$(VENV)/.lab: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("This course needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements.txt
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.lab
+	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements-dev.txt
+	@touch $@
