@@ -498,9 +498,11 @@ def claims_page(sources) -> str:
                 about = output.get("data", {}).get(CLAIM)
                 if about:
                     found.append((about["number"], source.file, about))
+    columns = ("sentence", "source", "measured", "verdict")
     rows = [
-        f"| {number} | {about['sentence']} | {about['source']} | {about['measured']} | "
-        f"{about['verdict']} | [{file}](solutions/{file}.ipynb) |"
+        f"| {number} | "
+        + " | ".join(about[column].replace("|", "\\|") for column in columns)
+        + f" | [{file}](solutions/{file}.ipynb) |"
         for number, file, about in sorted(
             found, key=lambda row: (not row[0].startswith("S"), row[0], row[1])
         )
