@@ -237,7 +237,12 @@ def notebook(source: LessonSource, solved: bool):
                     "name": "python3",
                 },
                 "language_info": {"name": "python"},
-                "course": {**source.about, "exercises": source.exercises},
+                "course": {
+                    **source.about,
+                    "exercises": [
+                        {"name": n, **e} for n, e in source.exercises.items()
+                    ],
+                },
             },
             "cells": cells,
         }
