@@ -193,7 +193,7 @@ def test_attention_by_einsum_and_by_a_sum_passes():
 
 
 def mask_by_positions(t_q, t_k=None):
-    t_k = t_k or t_q
+    t_k = t_q if t_k is None else t_k
     if t_q > t_k:
         raise ValueError(f"t_q={t_q} is more than t_k={t_k}")
     return torch.arange(t_k)[None] <= torch.arange(t_k - t_q, t_k)[:, None]
