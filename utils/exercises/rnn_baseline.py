@@ -349,13 +349,19 @@ def _(x, h0, w_x, w_h, b):
     return torch.stack(_states(steps.transpose(0, 1), h0, w_x, w_h, b), dim=1)
 
 
+def _any_cell(x, h, w_x, w_h, b):
+    """The cell in products, which broadcast where batches do not fit."""
+    return torch.tanh(x @ w_x + h @ w_h + b)
+
+
 @rnn.fault(
     "over_the_batch",
     "The loop runs over the first dimension, the batch, as if it were time. The first "
     "dimension of `x` counts sequences, and the second the steps.",
 )
 def _(x, h0, w_x, w_h, b):
-    return torch.stack(_states(x.transpose(0, 1), h0, w_x, w_h, b), dim=0)
+    states = _states(x.transpose(0, 1), h0, w_x, w_h, b, cell=_any_cell)
+    return torch.stack(states, dim=0)
 
 
 @rnn.fault(
@@ -365,7 +371,8 @@ def _(x, h0, w_x, w_h, b):
     "sequence.",
 )
 def _(x, h0, w_x, w_h, b):
-    return torch.stack(_states(x.transpose(0, 1), h0, w_x, w_h, b), dim=1)
+    states = _states(x.transpose(0, 1), h0, w_x, w_h, b, cell=_any_cell)
+    return torch.stack(states, dim=1)
 
 
 @rnn.fault(
@@ -389,7 +396,7 @@ def _(x, h0, w_x, w_h, b):
 def _(x, h0, w_x, w_h, b):
     h, states = h0, []
     for t in range(x.shape[1]):
-        h = torch.tanh(x[t] @ w_x + h @ w_h + b)
+        h = _any_cell(x[t], h, w_x, w_h, b)
         states.append(h)
     return torch.stack(states, dim=1)
 
@@ -980,6 +987,10 @@ def _(answer, t):
             leaf.grad is None,
             "After the call the caller's `x` holds a gradient that it did not have.",
         )
+        t.true(
+            given.requires_grad,
+            "After the call the caller's `x` no longer asks for gradients, as it did.",
+        )
     t.true(
         not actual.requires_grad,
         "The result is still attached to a graph: it is a measurement.",
@@ -1237,6 +1248,19 @@ def _(layer, x):
 def _(layer, x):
     x.requires_grad_()
     return _reach(torch.autograd.grad(layer(x)[:, -1].sum(), x)[0]).detach()
+
+
+@gradient_reach.fault(
+    "x_unmarked",
+    "The caller's own `x` is marked, and the mark is taken off again, which fails for "
+    "the result of another computation and is wrong for an `x` that asked before. Mark "
+    "a detached copy.",
+)
+def _(layer, x):
+    x.requires_grad_()
+    reach = _reach(torch.autograd.grad(layer(x)[:, -1].sum(), x)[0]).detach()
+    x.requires_grad_(False)
+    return reach
 
 
 # RNNLanguageModel ------------------------------------------------------------------
