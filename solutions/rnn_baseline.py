@@ -13,7 +13,8 @@ def rnn_cell(x, h, w_x, w_h, b):
         w_x: `(D, H)`, w_h: `(H, H)`, b: `(H,)`.
 
     Returns:
-        `(B, H)`: the state after it, `tanh(x·w_x + h·w_h + b)`.
+        `(B, H)`: the state after it. Each of its numbers is the tanh of a weighted sum
+        of all inputs and all numbers of the old state, plus a bias.
 
     J. Elman (1990), Finding Structure in Time.
     """

@@ -193,7 +193,7 @@ def test_attention_by_einsum_and_by_a_sum_passes():
 
 
 def mask_by_positions(t_q, t_k=None):
-    t_k = t_k or t_q
+    t_k = t_q if t_k is None else t_k
     if t_q > t_k:
         raise ValueError(f"t_q={t_q} is more than t_k={t_k}")
     return torch.arange(t_k)[None] <= torch.arange(t_k - t_q, t_k)[:, None]
@@ -661,3 +661,69 @@ def test_other_wrong_layers_fail():
             fails(layer_with(forward=wrong), "SelfAttention")
 
     passes(layer_with(__init__=own_matrix), "SelfAttention")
+
+
+# Common mistakes in a form of their own, and the names that they should get -----------
+
+
+def weights_in_place(q, k, mask=None):
+    w = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(
+        torch.zeros(1, dtype=torch.bool) if mask is None else ~mask, -torch.inf
+    )
+    w = w.softmax(-1)
+    w[w.isnan()] = 0
+    return w
+
+
+def weights_of_none(q, k, mask=None):
+    hidden = ~mask
+    w = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -torch.inf).softmax(-1)
+    return w.masked_fill(hidden, 0)
+
+
+def weights_not_turned(q, k, mask=None):
+    return torch.softmax(torch.matmul(q, k) / math.sqrt(q.size(-1)), dim=-1)
+
+
+def weights_from_the_front(q, k, mask=None):
+    return torch.softmax(q @ k.transpose(2, 3) / math.sqrt(q.size(-1)), dim=-1)
+
+
+def weights_inverted_once(q, k, mask=None):
+    scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.size(-1))
+    if mask is None:
+        return scores.softmax(-1)
+    return scores.masked_fill(mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (weights_in_place, "overwritten_in_place"),
+        (weights_of_none, "none_taken_for_a_mask"),
+        (weights_not_turned, "keys_not_turned"),
+        (weights_from_the_front, "dimensions_from_the_front"),
+        (weights_inverted_once, "mask_inverted_before_softmax"),
+    ],
+)
+def test_common_mistakes_in_the_weights_are_named(answer, fault):
+    fails(answer, "attention_weights", fault)
+
+
+def test_root_taken_twice_is_named_in_attention():
+    def attention(q, k, v, mask=None):
+        return reference.attention_weights(q / q.shape[-1] ** 0.5, k, mask) @ v
+
+    report = evaluate(attention, "attention")
+    assert report.fault == "divided_by_d_head"
+    assert "by the root twice" in report.message
+
+
+def test_no_keys_are_not_taken_for_missing():
+    def causal_mask(t_q, t_k=None):
+        t_k = t_k or t_q
+        if t_k < t_q:
+            raise ValueError(f"{t_q} queries and {t_k} keys do not fit")
+        return torch.ones(t_q, t_k).tril(t_k - t_q).bool()
+
+    fails(causal_mask, "causal_mask", "zero_taken_for_missing")

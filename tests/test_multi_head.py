@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from solutions.attention import attention
 from solutions.multi_head import (
     MultiHeadAttention,
     attention_parameters,
@@ -572,3 +573,58 @@ def test_message_names_the_mistake_with_loaded_weights():
     )
     report = evaluate(fault.implementation, "MultiHeadAttention")
     assert "loaded by name" in report.message
+
+
+# Common mistakes in a form of their own, and the names that they should get -----------
+
+
+def test_batch_and_time_exchanged_is_named():
+    def split(x, n_heads):
+        if x.shape[-1] % n_heads:
+            raise ValueError(f"{n_heads} heads do not divide {x.shape[-1]}")
+        return x.view(*x.shape[:2], n_heads, -1).transpose(0, 1)
+
+    assert fails(split, "split_heads").fault == "batch_and_time_exchanged"
+
+
+def repeating(times):
+    """A module that repeats keys and values `times(module)` times."""
+
+    class Repeats(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            q = split_heads(self.w_q(x), self.n_heads)
+            k = split_heads(self.w_k(x), self.n_kv_heads)
+            v = split_heads(self.w_v(x), self.n_kv_heads)
+            if rotate is not None:
+                q, k = rotate(q), rotate(k)
+            k, v = repeat_kv(k, times(self)), repeat_kv(v, times(self))
+            return self.w_o(merge_heads(attention(q, k, v, mask)))
+
+    return Repeats
+
+
+@pytest.mark.parametrize("name", ["n_heads", "n_kv_heads"])
+def test_number_of_heads_taken_for_the_group_size_is_named(name):
+    report = fails(repeating(lambda m: getattr(m, name)), "MultiHeadAttention")
+    assert report.fault == f"repeated_{name}_times"
+
+
+def test_given_d_head_refused_is_named_in_any_words():
+    class Refuses(MultiHeadAttention):
+        def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
+            if d_model % n_heads:
+                raise ValueError(f"cannot cut {d_model} into {n_heads}")
+            super().__init__(d_model, n_heads, n_kv_heads, d_head)
+
+    report = fails(Refuses, "MultiHeadAttention")
+    assert report.fault == "given_d_head_refused"
+
+
+@pytest.mark.parametrize(
+    ("convert", "fault"), [(lambda n: n / 1, "float"), (torch.tensor, "tensor")]
+)
+def test_count_of_another_type_is_named(convert, fault):
+    def count(*shape):
+        return convert(attention_parameters(*shape))
+
+    assert fails(count, "attention_parameters").fault == fault

@@ -521,3 +521,60 @@ def test_language_model_ids_of_any_integer_dtype():
     model = reference.RNNLanguageModel(11, 3, 5)
     ids = probe_ids(2, 4, below=11)
     torch.testing.assert_close(model(ids), model(ids.int()))
+
+
+# Common mistakes in a form of their own, and the names that they should get -----------
+
+
+def reach_of_a_tuple(layer, x):
+    x = x.detach().clone()
+    x.requires_grad = True
+    found = torch.autograd.grad(outputs=layer(x)[:, -1, :].sum(), inputs=[x])
+    return found.norm(dim=2).mean(dim=0)
+
+
+def reach_without_a_mark(layer, x):
+    (found,) = torch.autograd.grad(layer(x)[:, -1].sum(), x)
+    return found.norm(dim=-1).mean(0)
+
+
+def cell_with_matrices_on_the_left(x, h, w_x, w_h, b):
+    return (w_x @ x + w_h @ h + b).tanh()
+
+
+def rnn_over_sequences(x, h0, w_x, w_h, b):
+    h, states = h0, []
+    for each in x:
+        h = reference.rnn_cell(each, h, w_x, w_h, b)
+        states.append(h)
+    return torch.stack(states, dim=1)
+
+
+def drawn(**scales):
+    """A model whose named weights are drawn at these standard deviations."""
+
+    class Drawn(reference.RNNLanguageModel):
+        def __init__(self, vocab_size, d_model, d_hidden):
+            super().__init__(vocab_size, d_model, d_hidden)
+            for name, scale in scales.items():
+                nn.init.normal_(getattr(self, name), std=scale)
+
+    return Drawn
+
+
+@pytest.mark.parametrize(
+    ("answer", "name", "fault"),
+    [
+        (reach_of_a_tuple, "gradient_reach", "tuple_not_unpacked"),
+        (reach_without_a_mark, "gradient_reach", "x_not_marked"),
+        (cell_with_matrices_on_the_left, "rnn_cell", "w_x_on_the_left"),
+        (rnn_over_sequences, "rnn", "sequences_taken_for_steps"),
+        (drawn(w_h=0.02), "RNNLanguageModel", "w_h_too_small"),
+        (drawn(w_h=0.8), "RNNLanguageModel", "w_h_unscaled"),
+        (drawn(w_x=0.005), "RNNLanguageModel", "w_x_too_small"),
+        (drawn(w_x=1.5), "RNNLanguageModel", "w_x_unscaled"),
+    ],
+)
+def test_common_mistakes_are_named(answer, name, fault):
+    report = evaluate(answer, name)
+    assert (report.status, report.fault) == ("failed", fault), report.message

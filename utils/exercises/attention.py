@@ -111,7 +111,9 @@ def roughly(t, answer, oracle, *args, tolerance):
 @weights.requires(
     "each query's weights are softmax over the keys of q·k divided by the root of "
     "d_head",
-    "Do it for one query and two keys on paper: which numbers should sum to 1?",
+    "Do it for one query and two keys on paper. Which dimension of q meets which of k "
+    "in the product, counted from the end? Which numbers should sum to 1? And what is "
+    "`mask` when nobody hands one in?",
 )
 def _(answer, t):
     t.agrees(answer, slow_weights, *queries_and_keys(t_q=4, t_k=5, d_head=7))
@@ -192,6 +194,13 @@ def _(answer, t):
 )
 def _(answer, t):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
+    found = t.call(answer, q.clone().requires_grad_(), k.clone().requires_grad_())
+    t.is_tensor(found)
+    t.true(
+        found.requires_grad,
+        "No gradient flows through it: a `detach()`, `.data`, `.item()` or "
+        "`torch.no_grad()` cuts the graph.",
+    )
     t.gradients_agree(answer, slow_weights, q, k)
     t.gradients_agree(answer, slow_weights, q, k, some_mask(2, 1, 4, 5, seed=7))
     mask = blind_rows(some_mask(2, 1, 4, 5, seed=8))
@@ -230,7 +239,7 @@ def values(*lead, t_k, d_v, seed=50, dtype=torch.float32):
 @attend.requires(
     "each query gets the values averaged by its attention weights",
     "Shapes: weights (T_q, T_k), values (T_k, d_v), result (T_q, d_v). The scores are "
-    "those of the exercise before.",
+    "those of the exercise before, and `mask` may be None.",
 )
 def _(answer, t):
     q, k = queries_and_keys(t_q=4, t_k=5, d_head=7)
@@ -367,8 +376,11 @@ def masked_softmax(scores, mask=None, dim=-1):
     return torch.softmax(filled, dim).masked_fill(~mask, 0)
 
 
-def wrong_weights(name, sentence):
-    """Adds a fault of the weights to both exercises."""
+def wrong_weights(name, sentence, in_attention=""):
+    """Adds a fault of the weights to both exercises.
+
+    in_attention: what else to say to those who write `attention`.
+    """
 
     def add(wrong):
         weights.fault(name, sentence, wrong)
@@ -376,10 +388,23 @@ def wrong_weights(name, sentence):
         def attention(q, k, v, mask=None):
             return wrong(q, k, mask) @ v
 
-        attend.fault(name, sentence, attention)
+        attend.fault(name, f"{sentence} {in_attention}".strip(), attention)
         return wrong
 
     return add
+
+
+@wrong_weights(
+    "overwritten_in_place",
+    "The result is right, but autograd cannot go back: softmax needs its own result for "
+    "its gradient, and that is overwritten in place (by a method whose name ends in _, "
+    "or by assigning to some elements). Make a new tensor instead.",
+)
+def _(q, k, mask=None):
+    if mask is None:
+        return torch.softmax(scores_of(q, k), -1)
+    found = torch.softmax(scores_of(q, k).masked_fill(~mask, -torch.inf), -1)
+    return found.masked_fill_(~mask, 0)
 
 
 @wrong_weights(
@@ -451,6 +476,61 @@ def _(q, k, mask=None):
 
 
 @wrong_weights(
+    "keys_not_turned",
+    "The product is taken of q and k as they are: `(T_q, d_head)` and `(T_k, d_head)`. "
+    "A matrix product sums over the last dimension of the first and the last but one of "
+    "the second, and d_head must stand at both.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(q @ k / math.sqrt(q.shape[-1]), mask)
+
+
+@wrong_weights(
+    "dimensions_from_the_front",
+    "The dimensions to exchange are counted from the front. There may be two, three or "
+    "four; the last two have fixed numbers only when counted from the end.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]), mask)
+
+
+@wrong_weights(
+    "first_two_exchanged",
+    "The first two dimensions of the keys are exchanged. Without a batch these are the "
+    "last two as well; with one they are not. Count from the end.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(q @ k.transpose(0, 1) / math.sqrt(q.shape[-1]), mask)
+
+
+@wrong_weights(
+    "rows_are_keys",
+    "The rows are the keys: keys times queries gives `(T_k, T_q)`. One row a query is "
+    "asked for, `(T_q, T_k)`.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(scores_of(k, q), mask)
+
+
+@weights.fault(
+    "weights_transposed",
+    "The weights are right, but lie on their side: one column a query, `(T_k, T_q)`. "
+    "One row a query is asked for, `(T_q, T_k)`.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(scores_of(q, k), mask).mT
+
+
+@wrong_weights(
+    "none_taken_for_a_mask",
+    "`mask` is None when nobody hands one in, and None cannot be inverted. Without a "
+    "mask everything may be looked at: treat that case by itself.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(scores_of(q, k), ~(~mask))
+
+
+@wrong_weights(
     "softmax_over_queries",
     "The softmax runs over the queries, so the weights of each key sum to 1. It is the "
     "query that shares out its attention: its row, over all keys, sums to 1.",
@@ -481,6 +561,7 @@ def _(q, k, mask=None):
     "divided_by_d_head",
     "The scores are divided by d_head, not by its root. Their variance grows like "
     "d_head, so their typical size grows like the root.",
+    "Or are they divided by the root twice? `attention_weights` divides already.",
 )
 def _(q, k, mask=None):
     return masked_softmax(scores_of(q, k, q.shape[-1]), mask)
@@ -610,6 +691,32 @@ def _(q, k, mask=None):
 )
 def _(q, k, mask=None):
     return masked_softmax(scores_of(q, k), None if mask is None else ~mask)
+
+
+@wrong_weights(
+    "mask_inverted_before_softmax",
+    "Before the softmax the keys that may be looked at are hidden, after it the others: "
+    "one of the two reads the mask the other way round, and nothing is left. "
+    "`masked_fill` overwrites where it finds True, and here True means “may look”.",
+)
+def _(q, k, mask=None):
+    if mask is None:
+        return masked_softmax(scores_of(q, k))
+    found = torch.softmax(scores_of(q, k).masked_fill(mask, -torch.inf), -1)
+    return found.masked_fill(~mask, 0)
+
+
+@wrong_weights(
+    "mask_inverted_after_softmax",
+    "The hidden keys are out before the softmax, but after it the weights of those that "
+    "may be looked at are overwritten. It is the others, where the mask is False, that "
+    "should be 0.",
+)
+def _(q, k, mask=None):
+    if mask is None:
+        return masked_softmax(scores_of(q, k))
+    found = torch.softmax(scores_of(q, k).masked_fill(~mask, -torch.inf), -1)
+    return found.masked_fill(mask, 0)
 
 
 @wrong_weights(
@@ -755,6 +862,15 @@ def _(answer, t):
     t.raises(ValueError, answer, 5, 3, mentions=(5, 3), because=reason)
     reason = "12 queries cannot be the last of 11 positions"
     t.raises(ValueError, answer, 12, t_k=11, mentions=(12, 11), because=reason)
+
+
+@causal.requires(
+    "no keys at all, `t_k` = 0, is not the same as no `t_k`",
+    "0 counts as false in Python. When exactly is `t_k` missing?",
+)
+def _(answer, t):
+    reason = "2 queries cannot be the last of 0 positions"
+    t.raises(ValueError, answer, 2, 0, mentions=(2, 0), because=reason)
 
 
 def ordered(wrong):
@@ -912,6 +1028,18 @@ def _(t_q, t_k):
 )
 def _(t_q, t_k=None):
     t_k = t_q if t_k is None else t_k
+    return full(t_q, t_k).tril(t_k - t_q)
+
+
+@causal.fault(
+    "zero_taken_for_missing",
+    "A `t_k` of 0 is taken for a missing one, because 0 counts as false. It is missing "
+    "only when it is None.",
+)
+def _(t_q, t_k=None):
+    t_k = t_k or t_q
+    if t_q > t_k:
+        raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
     return full(t_q, t_k).tril(t_k - t_q)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from utils.exercise import Exercise, Joint
 from utils.probe import probe, strided
+from utils.trial import Crashed
 
 # Oracles, by slices and loops ---------------------------------------------------------
 
@@ -165,6 +166,15 @@ def _(x, n_heads):
 )
 def _(x, n_heads):
     return x.reshape(*x.shape[:2], n_heads, x.shape[-1] // n_heads)
+
+
+@split.fault(
+    "batch_and_time_exchanged",
+    "Batch and time have changed places: `(T, B, H, Dh)`. The batch stays where it is; "
+    "what should stand in front of the time are the heads.",
+)
+def _(x, n_heads):
+    return slices_of_heads(x, n_heads).permute(2, 0, 1, 3)
 
 
 @split.fault(
@@ -552,6 +562,21 @@ def loaded(answer, t, weights, *args, **kwargs):
     return module
 
 
+def accepted(answer, t, d_model, n_heads, **kwargs):
+    """What does not divide evenly is no error where d_head is given."""
+    try:
+        t.call(answer, d_model, n_heads, **kwargs)
+    except Crashed as crash:
+        if not isinstance(crash.error, (ValueError, AssertionError)):
+            raise
+        t.trace.pop()  # in which words it is refused does not matter
+        t.true(
+            False,
+            f"It refuses a d_model of {d_model} with {n_heads} heads although d_head is "
+            f"given: “{crash.error}”.",
+        )
+
+
 @multi_head.requires(
     "it has the weights w_q, w_k, w_v and w_o without bias, of the right shapes",
     "Queries are n_heads·d_head wide, keys and values n_kv_heads·d_head; w_o leads "
@@ -559,6 +584,7 @@ def loaded(answer, t, weights, *args, **kwargs):
 )
 def _(answer, t):
     loaded(answer, t, weights_for(12, 3, 3, 4), 12, 3)
+    accepted(answer, t, 10, 4, n_kv_heads=2, d_head=3)
     loaded(answer, t, weights_for(10, 4, 2, 3), 10, 4, 2, 3)
     loaded(answer, t, weights_for(10, 3, 3, 4), 10, 3, d_head=4)
     loaded(answer, t, weights_for(12, 6, 2, 2), d_model=12, n_heads=6, n_kv_heads=2)
@@ -1166,11 +1192,21 @@ class _(Plain):
 @wrong(
     "repeated_n_kv_heads_times",
     "Each head is repeated n_kv_heads times. It serves n_heads // n_kv_heads query "
-    "heads, the size of a group.",
+    "heads, the size of a group; where nothing is shared, that is one.",
 )
 class _(Plain):
     def share(self, x):
-        return x if x.shape[1] == self.n_heads else shared_heads(x, self.n_kv_heads)
+        return shared_heads(x, self.n_kv_heads)
+
+
+@wrong(
+    "repeated_n_heads_times",
+    "Each key and value head is repeated n_heads times. It serves the query heads of its "
+    "group alone, n_heads // n_kv_heads of them; where nothing is shared, that is one.",
+)
+class _(Plain):
+    def share(self, x):
+        return shared_heads(x, self.n_heads)
 
 
 @wrong(
@@ -1443,8 +1479,8 @@ class _(Plain):
 
 @wrong(
     "given_d_head_refused",
-    "A d_model that is not divisible is refused although `d_head` is given. Then "
-    "nothing needs to be divided.",
+    "A d_model that is not divisible is refused although `d_head` is given. With d_head "
+    "given, nothing needs to be divisible.",
 )
 class _(Plain):
     def refuse(self, d_model, n_heads, n_kv_heads, d_head):
@@ -1511,6 +1547,35 @@ def _(answer, t):
     right_count(answer, t, 640, 4, 1, 256)
     right_count(answer, t, 10, 6, 2, 3)
     right_count(answer, t, 10, 3, 3, 7)
+
+
+@parameters.requires(
+    "the count is a Python integer",
+    "`/` gives a float even where nothing remains.",
+)
+def _(answer, t):
+    actual = t.call(answer, 48, 6, 2, 8)
+    t.true(
+        type(actual) is int,
+        f"The result is of type {type(actual).__name__}, expected an int.",
+    )
+
+
+@parameters.fault(
+    "float",
+    "The count is a float. Weights are counted in whole numbers, and a division by `/` "
+    "gives a float even where nothing remains.",
+)
+def _(d_model, n_heads, n_kv_heads, d_head):
+    return float(counted(d_model, n_heads, n_kv_heads, d_head))
+
+
+@parameters.fault(
+    "tensor",
+    "The count is a tensor. Four numbers came in and one goes out: no tensor is needed.",
+)
+def _(d_model, n_heads, n_kv_heads, d_head):
+    return torch.tensor(counted(d_model, n_heads, n_kv_heads, d_head))
 
 
 @parameters.fault(

@@ -118,6 +118,24 @@ def _(x, h, w_x, w_h, b):
     return torch.tanh(x @ w_x.T + h @ w_h + b)
 
 
+@rnn_cell.fault(
+    "w_x_on_the_left",
+    "`w_x` stands on the left of the input. Rows are vectors in this course: the batch "
+    "stands on the left, its matrix on the right.",
+)
+def _(x, h, w_x, w_h, b):
+    return torch.tanh(w_x @ x + h @ w_h + b)
+
+
+@rnn_cell.fault(
+    "w_h_on_the_left",
+    "`w_h` stands on the left of the state. Rows are vectors in this course: the batch "
+    "stands on the left, its matrix on the right.",
+)
+def _(x, h, w_x, w_h, b):
+    return torch.tanh(x @ w_x + w_h @ h + b)
+
+
 @rnn_cell.fault("no_bias", "The bias is not added.")
 def _(x, h, w_x, w_h, b):
     return torch.tanh(x @ w_x + h @ w_h)
@@ -331,13 +349,56 @@ def _(x, h0, w_x, w_h, b):
     return torch.stack(_states(steps.transpose(0, 1), h0, w_x, w_h, b), dim=1)
 
 
+def _any_cell(x, h, w_x, w_h, b):
+    """The cell in products, which broadcast where batches do not fit."""
+    return torch.tanh(x @ w_x + h @ w_h + b)
+
+
 @rnn.fault(
     "over_the_batch",
     "The loop runs over the first dimension, the batch, as if it were time. The first "
     "dimension of `x` counts sequences, and the second the steps.",
 )
 def _(x, h0, w_x, w_h, b):
-    return torch.stack(_states(x.transpose(0, 1), h0, w_x, w_h, b), dim=0)
+    states = _states(x.transpose(0, 1), h0, w_x, w_h, b, cell=_any_cell)
+    return torch.stack(states, dim=0)
+
+
+@rnn.fault(
+    "sequences_taken_for_steps",
+    "The loop takes one sequence after the other, with all its steps at once. The first "
+    "dimension of `x` counts sequences; at each step the cell needs one input of every "
+    "sequence.",
+)
+def _(x, h0, w_x, w_h, b):
+    states = _states(x.transpose(0, 1), h0, w_x, w_h, b, cell=_any_cell)
+    return torch.stack(states, dim=1)
+
+
+@rnn.fault(
+    "as_many_steps_as_sequences",
+    "The loop runs as often as there are sequences, `len(x)`. The steps are the second "
+    "dimension of `x`.",
+)
+def _(x, h0, w_x, w_h, b):
+    h, states = h0, []
+    for t in range(len(x)):
+        h = _torch_cell(x[:, t], h, w_x, w_h, b)
+        states.append(h)
+    return torch.stack(states, dim=1)
+
+
+@rnn.fault(
+    "steps_taken_from_the_batch",
+    "The loop runs over the steps, but takes `x[t]`, which is sequence t. The first "
+    "dimension of `x` is the batch.",
+)
+def _(x, h0, w_x, w_h, b):
+    h, states = h0, []
+    for t in range(x.shape[1]):
+        h = _any_cell(x[t], h, w_x, w_h, b)
+        states.append(h)
+    return torch.stack(states, dim=1)
 
 
 @rnn.fault("h0_ignored", "The first step starts from zeros, whatever `h0` says.")
@@ -793,7 +854,7 @@ def _by_differences(layer, x):
     return slopes.norm(dim=-1).mean(0)
 
 
-def _halving(x):
+def a_layer_that_halves(x):
     """h_t = x_t + h_{t−1}/2: the gradient halves with each step back."""
     h, states = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
@@ -802,21 +863,21 @@ def _halving(x):
     return torch.stack(states, dim=1)
 
 
-def _recurrent(x):
+def a_recurrent_layer(x):
     """A tanh RNN with fixed weights, 3 → 5."""
     weights = _cell_inputs(d=3, n=5, seed=110)[2:]
     weights = [w.to(x.dtype) for w in weights]
     return torch.stack(_states(x, x.new_zeros(len(x), 5), *weights), dim=1)
 
 
-def _mixing(x):
+def a_layer_that_mixes(x):
     """Every step sees every other, not linearly, so that the order of steps counts."""
     n = x.shape[1]
     a = probe(n, n, seed=120).to(x.dtype)
     return torch.sin(torch.einsum("ts,bsd->btd", a, x)) * x
 
 
-class _Squaring(nn.Module):
+class ALayerThatSquares(nn.Module):
     """A layer with parameters of its own, 3 → 5, that sums squares up to each step."""
 
     def __init__(self):
@@ -836,11 +897,12 @@ def _agree_reach(t, answer, layer, x, **kwargs):
 @gradient_reach.requires(
     "for a layer that halves its memory at each step the reach halves too",
     "For h_t = x_t + h_{t−1}/2 the last state is x_T + x_{T−1}/2 + x_{T−2}/4 + …: what "
-    "is its gradient with respect to each x_t? Index 0 of the result is the first step.",
+    "is its gradient with respect to each x_t? Index 0 of the result is the first step. "
+    "`torch.autograd.grad` needs one number, and an input that asks for gradients.",
 )
 def _(answer, t):
-    _agree_reach(t, answer, _halving, probe(1, 6, 3, seed=140))
-    _agree_reach(t, answer, _halving, probe(4, 5, 1, seed=150))
+    _agree_reach(t, answer, a_layer_that_halves, probe(1, 6, 3, seed=140))
+    _agree_reach(t, answer, a_layer_that_halves, probe(4, 5, 1, seed=150))
 
 
 @gradient_reach.requires(
@@ -850,10 +912,10 @@ def _(answer, t):
 )
 def _(answer, t):
     x = probe(2, 6, 3, seed=160)
-    _agree_reach(t, answer, _recurrent, x)
-    _agree_reach(t, answer, _Squaring(), probe(4, 5, 3, seed=170))
+    _agree_reach(t, answer, a_recurrent_layer, x)
+    _agree_reach(t, answer, ALayerThatSquares(), probe(4, 5, 3, seed=170))
     rows = torch.tensor([1.0, -1.0, 30.0])[:, None, None]
-    _agree_reach(t, answer, _Squaring(), rows * probe(3, 4, 3, seed=180))
+    _agree_reach(t, answer, ALayerThatSquares(), rows * probe(3, 4, 3, seed=180))
 
 
 @gradient_reach.requires(
@@ -862,16 +924,16 @@ def _(answer, t):
     "features, added up.",
 )
 def _(answer, t):
-    _agree_reach(t, answer, _mixing, probe(2, 5, 3, seed=190))
-    _agree_reach(t, answer, _mixing, probe(3, 1, 4, seed=200))
+    _agree_reach(t, answer, a_layer_that_mixes, probe(2, 5, 3, seed=190))
+    _agree_reach(t, answer, a_layer_that_mixes, probe(3, 1, 4, seed=200))
 
 
 @gradient_reach.requires("steps that do not reach the last output get 0")
 def _(answer, t):
-    def window(x):
+    def a_window_of_two(x):
         return x**3 + F.pad(x, (0, 0, 1, 0))[:, :-1] ** 2
 
-    _agree_reach(t, answer, window, probe(2, 5, 3, seed=210))
+    _agree_reach(t, answer, a_window_of_two, probe(2, 5, 3, seed=210))
 
 
 @gradient_reach.requires(
@@ -881,7 +943,7 @@ def _(answer, t):
 )
 def _(answer, t):
     for before in (None, probe(3, 5, seed=220)):
-        layer = _Squaring()
+        layer = ALayerThatSquares()
         layer.w.grad = None if before is None else before.clone()
         _agree_reach(t, answer, layer, probe(2, 4, 3, seed=230))
         after = layer.w.grad
@@ -904,21 +966,30 @@ def _(answer, t):
 )
 def _(answer, t):
     x = probe(2, 4, 3, seed=240)
-    actual = t.mutate(answer, _recurrent, x)
-    t.close(actual, _by_differences(_recurrent, x), "the reach of each step", like=x)
+    actual = t.mutate(answer, a_recurrent_layer, x)
+    t.close(
+        actual, _by_differences(a_recurrent_layer, x), "the reach of each step", like=x
+    )
     t.true(
         not x.requires_grad and x.grad is None,
         "After the call the caller's `x` asks for gradients: mark a copy instead.",
     )
     leaf = probe(2, 4, 3, seed=250).requires_grad_()
     for given in (leaf, 2 * leaf):
-        actual = t.mutate(answer, _recurrent, given)
+        actual = t.mutate(answer, a_recurrent_layer, given)
         t.close(
-            actual, _by_differences(_recurrent, given), "the reach of each step", like=x
+            actual,
+            _by_differences(a_recurrent_layer, given),
+            "the reach of each step",
+            like=x,
         )
         t.true(
             leaf.grad is None,
             "After the call the caller's `x` holds a gradient that it did not have.",
+        )
+        t.true(
+            given.requires_grad,
+            "After the call the caller's `x` no longer asks for gradients, as it did.",
         )
     t.true(
         not actual.requires_grad,
@@ -928,14 +999,18 @@ def _(answer, t):
 
 @gradient_reach.requires("float64, bfloat16 and memory that is not contiguous work too")
 def _(answer, t):
-    _agree_reach(t, answer, _halving, probe(2, 5, 3, seed=260, dtype=torch.float64))
-    _agree_reach(t, answer, _halving, probe(2, 5, 3, seed=270, dtype=torch.bfloat16))
-    _agree_reach(t, answer, _recurrent, strided(probe(2, 5, 3, seed=280)))
+    _agree_reach(
+        t, answer, a_layer_that_halves, probe(2, 5, 3, seed=260, dtype=torch.float64)
+    )
+    _agree_reach(
+        t, answer, a_layer_that_halves, probe(2, 5, 3, seed=270, dtype=torch.bfloat16)
+    )
+    _agree_reach(t, answer, a_recurrent_layer, strided(probe(2, 5, 3, seed=280)))
 
 
 @gradient_reach.requires("it creates nothing on another device")
 def _(answer, t):
-    t.any_device(answer, _halving, probe(2, 4, 3))
+    t.any_device(answer, a_layer_that_halves, probe(2, 4, 3))
 
 
 def _gradient(layer, x, pick=lambda y: y[:, -1].sum()):
@@ -945,6 +1020,36 @@ def _gradient(layer, x, pick=lambda y: y[:, -1].sum()):
 
 def _reach(gradient):
     return gradient.norm(dim=-1).mean(0)
+
+
+@gradient_reach.fault(
+    "tuple_not_unpacked",
+    "`torch.autograd.grad` returns a tuple, one gradient for each input that it was "
+    "asked about, and a tuple has no norm. Take the gradient out of it.",
+)
+def _(layer, x):
+    x = x.detach().requires_grad_()
+    return _reach(torch.autograd.grad(layer(x)[:, -1].sum(), x))
+
+
+@gradient_reach.fault(
+    "x_not_marked",
+    "Nothing asks for gradients where the layer runs, so no graph is recorded and there "
+    "is nothing to go back through. `detach()` gives a tensor without history, which "
+    "does not ask yet: mark it before it goes into the layer.",
+)
+def _(layer, x):
+    x = x.detach()
+    return _reach(torch.autograd.grad(layer(x)[:, -1].sum(), x)[0])
+
+
+@gradient_reach.fault(
+    "not_added_up",
+    "The last output has many numbers, and a gradient is taken of one. Add them up "
+    "first, over the batch and the features.",
+)
+def _(layer, x):
+    return _reach(_gradient(layer, x, lambda y: y[:, -1]))
 
 
 @gradient_reach.fault(
@@ -1145,6 +1250,19 @@ def _(layer, x):
     return _reach(torch.autograd.grad(layer(x)[:, -1].sum(), x)[0]).detach()
 
 
+@gradient_reach.fault(
+    "x_unmarked",
+    "The caller's own `x` is marked, and the mark is taken off again, which fails for "
+    "the result of another computation and is wrong for an `x` that asked before. Mark "
+    "a detached copy.",
+)
+def _(layer, x):
+    x.requires_grad_()
+    reach = _reach(torch.autograd.grad(layer(x)[:, -1].sum(), x)[0]).detach()
+    x.requires_grad_(False)
+    return reach
+
+
 # RNNLanguageModel ------------------------------------------------------------------
 
 
@@ -1176,6 +1294,11 @@ def _drawn(w):
     """In a word, how a parameter starts."""
     alike = bool((w == w.flatten()[0]).all())
     return "differing" if not alike else "constant" if w.any() else "zero"
+
+
+def _in_range(size, least, most):
+    """In words, so that two mistakes of one kind look alike and others do not."""
+    return "small" if size <= least else "large" if size >= most else "fits"
 
 
 def _agree_model(t, model, ids, weights, what="the logits"):
@@ -1292,12 +1415,14 @@ def _(answer, t):
             f"`{name}` starts with all rows alike, so all units would learn the same.",
         )
     radius = torch.linalg.eigvals(parameters["w_h"].detach()).abs().max().item()
+    t.trace.append(_in_range(radius, 0.3, 2))
     t.true(
         0.3 < radius < 2,
         f"`w_h` starts with a spectral radius of {radius:.2g}; between 0.3 and 2 a "
         "state neither fades within a step or two nor saturates.",
     )
     size = parameters["w_x"].detach().square().sum(0).mean().sqrt().item()
+    t.trace.append(_in_range(size, 0.1, 3))
     t.true(
         0.1 < size < 3,
         f"The columns of `w_x` start with a length of {size:.2g}; near 1, the sum over "
@@ -1536,13 +1661,49 @@ class _CpuStart(_Model):
 
 @language_model.fault(
     "w_h_unscaled",
-    "`w_h` is drawn with standard deviation 1. Each state is then a sum of H numbers of "
-    "that size, the tanh saturates, and its gradient is gone from the start.",
+    "`w_h` starts too large, with a standard deviation of 1 for instance. Each state is "
+    "then a sum of H numbers of that size, the tanh saturates, and its gradient is gone "
+    "from the start.",
 )
 class _Unscaled(_Model):
     def __init__(self, vocab_size, d_model, d_hidden):
         super().__init__(vocab_size, d_model, d_hidden)
         self.w_h = nn.Parameter(torch.randn(d_hidden, d_hidden))
+
+
+@language_model.fault(
+    "w_h_too_small",
+    "`w_h` starts too small. The next state then keeps next to nothing of the last one, "
+    "and the gradient fades within a step or two. Which size gives a sum of H numbers "
+    "the size of one of them?",
+)
+class _TooSmall(_Model):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        self.w_h = nn.Parameter(0.01 * torch.randn(d_hidden, d_hidden))
+
+
+@language_model.fault(
+    "w_x_unscaled",
+    "`w_x` starts too large, with a standard deviation of 1 for instance. The sum over "
+    "the D numbers of a token is then much larger than one of them, and the tanh "
+    "saturates.",
+)
+class _InputsUnscaled(_Model):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        self.w_x = nn.Parameter(torch.randn(d_model, d_hidden))
+
+
+@language_model.fault(
+    "w_x_too_small",
+    "`w_x` starts too small, so that a token hardly moves the state. Which size gives a "
+    "sum of D numbers the size of one of them?",
+)
+class _InputsTooSmall(_Model):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        self.w_x = nn.Parameter(0.01 * torch.randn(d_model, d_hidden))
 
 
 @language_model.fault("b_drawn", "`b` is drawn at random; it starts at zero.")
