@@ -129,7 +129,7 @@ class BPETokenizer:
     """Text to ids and back, with a given vocabulary and its merges.
 
     Args:
-        vocab: dict from id to bytes, in any order of ids; all 256 bytes are in it.
+        vocab: dict from id to bytes, in any order of ids.
         merges: list of pairs of bytes; the earlier one comes first in encoding.
         special_tokens: strings that become one id each wherever they stand.
         pattern: how text is cut into words, for the package `regex`.
@@ -149,7 +149,7 @@ class BPETokenizer:
         ### BEGIN SOLUTION
         self.vocab = dict(vocab)
         ids = {token: i for i, token in self.vocab.items()}
-        self.byte_ids = [ids.get(bytes([b])) for b in range(256)]
+        self.byte_ids = {token[0]: i for token, i in ids.items() if len(token) == 1}
         self.merges = {}  # pair of ids → (rank, id of both)
         for rank, (left, right) in enumerate(merges):
             pair = ids[left], ids[right]
@@ -175,7 +175,8 @@ class BPETokenizer:
             text: str, of any length, in any script.
 
         Returns:
-            List of ids. Special tokens become their own ids.
+            List of ids. Special tokens become their own ids. A byte that `vocab` lacks
+            is left out, as the package `tokenizers` does.
 
         Sennrich et al. (2016); Radford et al. (2019).
         """
@@ -193,7 +194,7 @@ class BPETokenizer:
     def _encode_part(self, part):
         if part in self.special_ids:
             return [self.special_ids[part]]
-        ids = [self.byte_ids[byte] for byte in part.encode()]
+        ids = [self.byte_ids[b] for b in part.encode() if b in self.byte_ids]
         never = len(self.merges), None
         while len(ids) > 1:
             pair = min(pairwise(ids), key=lambda pair: self.merges.get(pair, never)[0])

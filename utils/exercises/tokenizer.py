@@ -556,6 +556,7 @@ def _(answer, t):
 )
 def _(answer, t):
     _learns(t, answer, "é è ê é ü é 水 氷 永 水 水 🙂🙃🙂", 275)
+    _learns(t, answer, "cafés cafés größer größer вода вода ٣٤ ٣٤ ٣٤", 300)
 
 
 @train_bpe.requires(
@@ -610,11 +611,11 @@ def _(answer, t):
     "of a pair that is gone?",
 )
 def _(answer, t):
-    _learns(t, answer, _invented_text(600), 330)
-    text = _invented_text(200, seed=1) + END + _invented_text(200, seed=2)
-    result = t.mutate(answer, text=text, vocab_size=300, special_tokens=[END])
+    _learns(t, answer, _invented_text(300), 310)
+    text = _invented_text(60, seed=1) + END + _invented_text(60, seed=2)
+    result = t.mutate(answer, text=text, vocab_size=280, special_tokens=[END])
     t.is_tuple(result, 2)
-    t.equal([tuple(pair) for pair in result[1]], _learn(text, 300, [END])[1], "merges")
+    t.equal([tuple(pair) for pair in result[1]], _learn(text, 280, [END])[1], "merges")
 
 
 def _training_fault(name, sentence, **options):
@@ -842,7 +843,8 @@ class _Tokenizer:
         return regex.findall(self.pattern, piece)
 
     def start(self, word):
-        return [bytes([byte]) for byte in word.encode()]
+        singles = [bytes([byte]) for byte in word.encode()]
+        return [byte for byte in singles if byte in self.ids]
 
     def choose(self, parts):
         """The place of the pair to merge next, or None."""
@@ -1013,6 +1015,16 @@ def _(answer, t):
 def _(answer, t):
     _encodes(t, answer, "the tokenizer's there")
     _encodes(t, answer, "to be, or not to be: that is the question")
+
+
+@tokenizer.requires(
+    "a byte that the vocabulary lacks is left out before anything is merged",
+    "Real vocabularies may lack a byte that their training text never held.",
+)
+def _(answer, t):
+    vocab, merges, special = _small((b"!", b"!"), (b"a", b"b"))
+    del vocab[4], vocab[255]
+    _encodes(t, answer, "ab!\4! a\4b \4", kit=(vocab, merges, special))
 
 
 @tokenizer.requires("scripts, emoji, code, numbers and white space encode exactly")
@@ -1283,6 +1295,18 @@ class _(_Tokenizer):
             if i is None
             else [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
         )
+
+
+@_tokenizer_fault(
+    "missing_byte_fails",
+    "A byte that the vocabulary lacks gives an error. It is left out, as the package "
+    "`tokenizers` does.",
+)
+class _(_Tokenizer):
+    def start(self, word):
+        for byte in word.encode():
+            self.ids[bytes([byte])]
+        return super().start(word)
 
 
 @_tokenizer_fault("not_merged", "The bytes are never merged.")
