@@ -510,12 +510,21 @@ def _(answer, t):
 
 
 @train_bpe.requires(
+    "of several most frequent pairs the greater one is merged",
+    "`max` takes a key. What must it compare after the count?",
+)
+def _(answer, t):
+    for text in ("abcd", "dcba", "xyaxyaby", "zbazbabz"):
+        _learns(t, answer, text, 257)
+
+
+@train_bpe.requires(
     "later merges count what the earlier ones left, and may build on them",
     "After each merge the words hold fewer ids, and other pairs. Which counts changed?",
 )
 def _(answer, t):
     _learns(t, answer, "abcabcabcabxbc", 259)
-    _learns(t, answer, "aaaaaaabaaab", 260)
+    _learns(t, answer, "a" * 8 + "b", 259)
 
 
 @train_bpe.requires(
@@ -538,7 +547,7 @@ def _(answer, t):
 
 
 @train_bpe.requires(
-    "on equal counts the greater pair of bytes is merged, left part first",
+    "on equal counts pairs are compared by their bytes, the left part first",
     "Tuples of bytes compare as they should: first part, then second. Ids do not, once "
     "they stand for merges.",
 )
