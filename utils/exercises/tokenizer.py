@@ -1,5 +1,6 @@
 """Lesson 07: counting pairs, merging them, learning merges, and using them."""
 
+import tracemalloc
 import unicodedata
 from collections import Counter
 from functools import cache
@@ -1210,6 +1211,35 @@ def _(answer, t):
     )
 
 
+@tokenizer.requires(
+    "encode_iterable forgets text once its ids are handed out",
+    "After the settled part has been encoded, what do you still need of it?",
+)
+def _(answer, t):
+    long = f"<|{'long' * 1000}|>"
+    kit = _small(special=[long])
+
+    def kilobytes_kept(BPETokenizer):
+        tokenizer = BPETokenizer(*kit)
+        list(tokenizer.encode_iterable([long, " a", long, " b"]))
+        tracemalloc.start()
+        try:
+            n = sum(
+                1 for _ in tokenizer.encode_iterable(long + " a" for _ in range(60))
+            )
+            return n, tracemalloc.get_traced_memory()[1] < 150_000
+        finally:
+            tracemalloc.stop()
+
+    n, little = t.call(kilobytes_kept, answer)
+    t.equal(n, 180, "the number of ids of 60 special tokens, spaces and letters")
+    t.true(
+        little,
+        "Over 240 kilobytes of text in 60 chunks it came to hold more than 150 "
+        "kilobytes: what is settled is not forgotten.",
+    )
+
+
 @tokenizer.requires("one tokenizer serves many calls, and two do not share anything")
 def _(answer, t):
     vocab, merges, special = _kit()
@@ -1580,3 +1610,24 @@ class _(_Tokenizer):
 class _(_Tokenizer):
     def encode_iterable(self, chunks):
         yield from self.encode("".join(chunks))
+
+
+@_tokenizer_fault(
+    "nothing_forgotten",
+    "Ids are handed out early, but the text behind them is kept until the end, so memory "
+    "grows with the file.",
+)
+class _(_Tokenizer):
+    def encode_iterable(self, chunks):
+        text, given = "", 0
+        for chunk in chunks:
+            text += chunk
+            parts = self.parts(text)
+            ends = accumulate(len(part) for part, _ in parts)
+            certain = len(text) - self.uncertain()
+            n = max(sum(end <= certain for end in ends) - 2, given)
+            for part in parts[given:n]:
+                yield from self.of_part(*part)
+            given = n
+        for part in self.parts(text)[given:]:
+            yield from self.of_part(*part)
