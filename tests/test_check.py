@@ -174,7 +174,7 @@ class TestWrongAnswers:
     @pytest.mark.parametrize(
         ("answer", "says"),
         [
-            (type("softmax", (), {}), "is a class; a function is due"),
+            (type("softmax", (), {}), "the exercise asks for a function"),
             (torch.ones(3), "is a Tensor"),
             (None, "is a NoneType"),
         ],

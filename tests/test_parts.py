@@ -152,6 +152,13 @@ STEPS = {
     "class": CLASS,
     "check class": "SelfAttention = check(SelfAttention)",
     "clean": "f.unlink()",
+    "lesson 00 too": START,
+    "check in its cell": BETTER + "\n\n\n" + CHECK,
+    "saved without its check": SHOW,
+    "own helper": write("# part: other\ndef exponentials(x):\n    return x\n"),
+    "right with the same helper": RIGHT,
+    "check same helper": CHECK,
+    "clean again": "f.unlink()",
     "lesson 00": START,
     "last right": RIGHT,
     "last check": CHECK,
@@ -215,7 +222,7 @@ def test_a_solution_notebook_and_another_lesson_save_nothing(shown):
     assert shown["saved in a solution"].strip() == "no file"
     assert shown["whose in a solution"].strip() == "the reference `softmax`"
     assert "✓ softmax" in shown["check elsewhere"]
-    assert "Saved" not in shown["check elsewhere"]
+    assert "belongs to 00_start" in shown["check elsewhere"]
 
 
 def test_what_cannot_stand_alone_is_explained(shown):
@@ -224,6 +231,13 @@ def test_what_cannot_stand_alone_is_explained(shown):
     assert "course's own tools" in shown["check uses tools"]
     assert "Saved" in shown["check lambda"]
     assert "Not saved" in shown["check no cell"]
+    assert "`exponentials` is defined for `other` too" in shown["check same helper"]
+
+
+def test_a_check_in_the_exercise_s_own_cell_is_left_out(shown):
+    assert "Saved in" in shown["check in its cell"]
+    assert "torch.softmax" in shown["saved without its check"]
+    assert "check(" not in shown["saved without its check"]
 
 
 def test_a_damaged_file_is_named_and_kept(shown):

@@ -23,7 +23,7 @@ from utils.errors import CheckFailed, CourseError
 from utils.exercise import Exercise, Fault, Joint
 from utils.limits import TimeUp, time_limit
 from utils.report import MARKS, box, show
-from utils.trial import Crashed, NotWritten, Trial, Unmet, a, alike
+from utils.trial import Crashed, Explained, NotWritten, Trial, Unmet, a, alike
 
 PRINTED_LINES = 6  # of what the answer printed, shown with a failure
 FRAMES = 3  # of a learner's traceback
@@ -276,7 +276,7 @@ def _failed(task, requirement, trial, problem, fault, verified) -> Report:
     if isinstance(problem, TimeUp):
         lines += [
             f"It ran for more than {task.seconds:g} seconds and was stopped.",
-            "Does a loop never end, or does one treat every value by itself?",
+            "Does a loop never end, or does a Python loop run over every single value?",
         ]
     elif isinstance(problem, Crashed):
         lines += _traceback(problem.error)
@@ -286,11 +286,10 @@ def _failed(task, requirement, trial, problem, fault, verified) -> Report:
         lines.append(f"The call was `{trial.called}`.")
     if fault is not None:
         lines.append(f"What happened: {fault.sentence}")
-    elif requirement.hint:
+    elif requirement.hint and not isinstance(problem, (Explained, TimeUp)):
         lines.append(f"Hint: {requirement.hint}")
     lines += _printed(trial)
-    if verified:
-        lines.append(f"Already right: {'; '.join(verified)}.")
+    lines += _already(task, verified)
     return Report(
         task.name,
         "failed",
@@ -308,9 +307,15 @@ def _not_written(task, problem, verified) -> Report:
     lines = [f"`{inner}` still raises NotImplementedError{line}."]
     if not verified:
         return Report(task.name, "todo", None, f"{task.name}: not written yet", lines)
-    lines.append(f"Already right: {'; '.join(verified)}.")
+    lines += _already(task, verified)
     title = f"{task.name}: only partly written"
     return Report(task.name, "todo", None, title, lines, verified)
+
+
+def _already(task, verified) -> list[str]:
+    if not verified:
+        return []
+    return [f"Already right: {len(verified)} of {len(task.requirements)} requirements."]
 
 
 def _sentence(text: str) -> str:
@@ -347,6 +352,8 @@ def _own_frames(error) -> list[traceback.FrameSummary]:
 def _traceback(error) -> list[str]:
     """A learner's exception in few lines: where in their cell, and what."""
     lines = [f"Your code raised {a(type(error).__name__)}: {_one_line(error)}"]
+    if "unexpected keyword argument" in str(error) and not _own_frames(error):
+        lines.append("Keep the stub's parameter names: callers may use them.")
     for frame in _own_frames(error)[-FRAMES:]:
         lines.append(f"  line {frame.lineno}, in {frame.name}: `{frame.line}`")
     return lines
@@ -392,6 +399,8 @@ def _name_of(answer, name, frame) -> str:
     """The exercise that `check(answer)` means: given, in the call, or the answer's."""
     if name is not None:
         return name
+    if isinstance(answer, str):
+        raise CourseError(f"Write check({answer}), without quotes.")
     written = _argument_in_call(frame)
     if is_exercise(written):
         return written
@@ -428,11 +437,11 @@ def _wrong_kind(candidate, exercise) -> str | None:
     if reference is None:
         return None
     if isinstance(candidate, type) and not isinstance(reference, type):
-        return f"`{name}` is a class; a function is due."
+        return f"`{name}` is a class, and the exercise asks for a function."
     if isinstance(candidate, nn.Module) and isinstance(reference, type):
-        return f"`{name}` is an object; its class is due."
+        return f"`{name}` is an object, and the exercise asks for the class itself."
     if isinstance(reference, type) and not isinstance(candidate, type):
-        return f"`{name}` is a function; a class is due."
+        return f"`{name}` is a function, and the exercise asks for a class."
     base = reference.__mro__[1] if isinstance(reference, type) else object
     if base is not object and not issubclass(candidate, base):
         path = f"{base.__module__.split('.')[0]}.{base.__name__}"

@@ -1,9 +1,12 @@
 """Which lessons and exercises there are, and how far the learner is."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from utils.errors import CourseError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,15 +33,20 @@ class Lesson:
 
 @cache
 def lessons() -> tuple[Lesson, ...]:
-    """Every lesson in `notebooks/`, in order."""
+    """Every lesson in `notebooks/`, in order; copies under other names are left out."""
     found = []
-    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        if not re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem):
+            continue
         try:
             about = json.loads(path.read_text(encoding="utf-8"))["metadata"]["course"]
             exercises = {each.pop("name"): each for each in about.pop("exercises")}
             found.append(Lesson(path.stem, exercises=exercises, **about))
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a notebook that is no lesson of the course, or is damaged
+            print(
+                f"notebooks/{path.name} is damaged, so its lesson is left out. Get it "
+                "back with `git checkout`, or build it with `make build`."
+            )
     return tuple(found)
 
 
@@ -52,6 +60,11 @@ def course_map() -> None:
     from utils import parts
     from utils.report import bar, show
 
+    if not lessons():
+        raise CourseError(
+            "There is no lesson in notebooks/. Get them back with `git checkout "
+            "notebooks`, or build them with `make build`."
+        )
     done = set() if parts.reference_wanted() else parts.saved_names()
     text, rows, following = [], [], None
     for each in lessons():

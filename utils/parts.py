@@ -80,6 +80,12 @@ def _load_own(slug: str, name: str):
         return None
     try:
         return getattr(importlib.import_module(f"my_transformer.{slug}"), name)
+    except ModuleNotFoundError as error:
+        _say(
+            f"my_transformer/{path.name} needs {error.name}, which this Python "
+            f"({sys.executable}) lacks. Choose the course's kernel."
+        )
+        return None
     except Exception as error:
         _say(
             f"my_transformer/{path.name} cannot be loaded ({type(error).__name__}: "
@@ -132,8 +138,10 @@ def save(name: str, answer) -> list[str]:
     if session.lesson is None or session.solved or reference_wanted():
         return []
     lesson = course.lesson_of(name)
-    if lesson is None or lesson.file != session.lesson:
+    if lesson is None:
         return []
+    if lesson.file != session.lesson:
+        return [f"Not saved: `{name}` belongs to {lesson.file}, check it there."]
     try:
         _save(name, answer, lesson)
     except NotSaved as reason:
@@ -151,6 +159,7 @@ def _save(name, answer, lesson) -> None:
     imports, blocks = _read(path)
     source, functions = _cell_of(name, answer)
     block, new_imports, free = _block(name, source)
+    _no_name_twice(name, block, blocks)
     blocks[name] = block
     known = {**imports, **new_imports, **_imports_for(free, functions, blocks)}
     text = _assemble(lesson, known, blocks)
@@ -231,7 +240,7 @@ def _block(name, source):
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             imports.update(_import_lines(node))
-        for bound in _bound_by(node):
+        for bound in [] if _is_check(node) else _bound_by(node):
             definitions.setdefault(bound, []).append(node)
     if name not in definitions:
         raise NotSaved(f"the cell that defines `{name}` was not found; run it again.")
@@ -250,6 +259,27 @@ def _block(name, source):
     block = "\n\n\n".join(_text_of(node, lines) for node in needed)
     used = {bound: line for bound, line in imports.items() if bound in free}
     return block, used, free - set(used)
+
+
+def _is_check(node) -> bool:
+    """Is this the line `x = check(x)`, put into the exercise's own cell?"""
+    called = getattr(getattr(node, "value", None), "func", None)
+    return isinstance(node, ast.Assign) and getattr(called, "id", None) == "check"
+
+
+def _no_name_twice(name, block, blocks) -> None:
+    """A helper must not replace another part's helper of the same name."""
+    own = {
+        bound: ast.unparse(n) for n in ast.parse(block).body for bound in _bound_by(n)
+    }
+    for other, code in blocks.items():
+        for node in ast.parse(code).body if other != name else []:
+            for bound in _bound_by(node):
+                if own.get(bound, ast.unparse(node)) != ast.unparse(node):
+                    raise NotSaved(
+                        f"`{bound}` is defined for `{other}` too, in another way. "
+                        "Give one of the two another name."
+                    )
 
 
 def _bound_by(node) -> list[str]:
@@ -356,7 +386,11 @@ def _assemble(lesson, imports, blocks) -> str:
     for line in sorted(lines, key=importance):
         groups.setdefault(importance(line)[0], []).append(line)
     head = "\n\n".join("\n".join(group) for group in groups.values())
-    title = f'"""Lesson {lesson.number}, {lesson.title}: your parts."""\n'
+    title = (
+        f'"""Lesson {lesson.number}, {lesson.title}: your parts.\n\n'
+        "A check that passes writes its part anew, down to the next `# part:` line.\n"
+        '"""\n'
+    )
     return title + (f"\n{head}\n" if head else "") + body
 
 

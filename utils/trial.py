@@ -29,6 +29,10 @@ class Unmet(Exception):
     """A requirement is not met; the message says so with numbers."""
 
 
+class Explained(Unmet):
+    """Not met, and the message names the remedy: a hint would only distract."""
+
+
 class NotWritten(Exception):
     """The answer still raises a bare NotImplementedError."""
 
@@ -82,7 +86,7 @@ class Trial:
         ):
             if not unchanged(before, after):
                 self.trace.append("input changed")
-                raise Unmet(
+                raise Explained(
                     f"It changed its input `{name}` in place: work on a new tensor, "
                     "or the caller's data is gone."
                 )
@@ -146,7 +150,7 @@ class Trial:
         for each in outputs:
             self.is_tensor(each)
         if not any(each.requires_grad for each in outputs):
-            raise Unmet(
+            raise Explained(
                 "No gradient flows through it: a `detach()`, `.data`, `.item()` or "
                 "`torch.no_grad()` cuts the graph."
             )
@@ -186,7 +190,7 @@ class Trial:
                 f"{what} has shape {shape(actual)}, expected {shape(expected)}."
             )
         if like is not None and actual.dtype != like.dtype:
-            raise Unmet(
+            raise Explained(
                 f"{what} is {dtype(actual)} where the input is {dtype(like)}: return "
                 "the dtype that came in."
             )
@@ -272,21 +276,23 @@ class Trial:
 
     def is_tensor(self, value, what="the result"):
         if value is None:
-            raise Unmet(f"{what} is None: is a `return` missing?")
+            raise Explained(f"{what} is None: is a `return` missing?")
         if not isinstance(value, torch.Tensor):
-            raise Unmet(f"{what} is of type {type(value).__name__}, expected a tensor.")
+            raise Explained(
+                f"{what} is of type {type(value).__name__}, expected a tensor."
+            )
 
     def is_tuple(self, value, length, what="the result"):
         """`value` is a tuple or list of `length` parts, such as `(h, c)`."""
         if value is None:
-            raise Unmet(f"{what} is None: is a `return` missing?")
+            raise Explained(f"{what} is None: is a `return` missing?")
         if not isinstance(value, (tuple, list)) or len(value) != length:
             found = (
                 f"{len(value)} values"
                 if isinstance(value, (tuple, list))
                 else f"one {type(value).__name__}"
             )
-            raise Unmet(f"{what} is {found}, expected {length} values.")
+            raise Explained(f"{what} is {found}, expected {length} values.")
 
     def raises(self, error_type, f, *args, mentions=(), because="", **kwargs):
         """`f(...)` raises `error_type` with a message that contains `mentions`."""
@@ -321,7 +327,7 @@ class Trial:
             self.trace.pop()
             text = str(crash.error)
             if "device" in text and "meta" in text and "cpu" in text:
-                raise Unmet(
+                raise Explained(
                     "It creates a tensor on the CPU whatever device its inputs are on: "
                     "pass `device=x.device` where you create one."
                 ) from crash
@@ -332,7 +338,7 @@ class Trial:
             return
         self.trace.pop()
         if isinstance(result, torch.Tensor) and result.device.type != "meta":
-            raise Unmet(
+            raise Explained(
                 f"Its result is on {result.device} where the inputs are on another "
                 "device: pass `device=x.device` where you create a tensor."
             )
@@ -349,11 +355,7 @@ class Trial:
             path = name.replace("__", ".")
             found = next((p for p in (f"{path}.weight", path) if p in parameters), None)
             if found is None:
-                raise Unmet(
-                    f"There is no parameter `{path}.weight`; yours are "
-                    f"{', '.join(parameters) or 'none at all'}. Later lessons load "
-                    "weights by name, and only what is assigned to `self` counts."
-                )
+                raise Explained(no_parameter(module, path, parameters))
             if parameters[found].shape != value.shape:
                 raise Unmet(
                     f"`{found}` has shape {shape(parameters[found])}, "
@@ -372,6 +374,20 @@ class Trial:
             raise Unmet(
                 f"It has {actual:,} parameters, expected {expected:,}. Yours: {names}."
             )
+
+
+def no_parameter(module, path, parameters) -> str:
+    """Why `module` has no parameter of this name."""
+    if isinstance(getattr(module, path, None), torch.Tensor):
+        return (
+            f"`{path}` is a plain tensor, which no optimizer finds: wrap it in "
+            "`nn.Parameter`."
+        )
+    return (
+        f"There is no parameter `{path}`; yours are "
+        f"{', '.join(parameters) or 'none at all'}. Later lessons load weights by "
+        "name, and only what is assigned to `self` counts."
+    )
 
 
 # Inputs ------------------------------------------------------------------------
@@ -577,8 +593,9 @@ def argument_names(f, args, kwargs):
 
 def describe(value):
     if isinstance(value, torch.Tensor):
+        sizes = ", ".join(map(str, value.shape))
         kind = "" if value.dtype == torch.float32 else f" {dtype(value)}"
-        return f"{shape(value)}{kind}"
+        return f"tensor({sizes}){kind}"
     if isinstance(value, nn.Module):
         return type(value).__name__
     if callable(value):
@@ -587,7 +604,7 @@ def describe(value):
 
 
 def describe_call(f, args, kwargs):
-    name = getattr(f, "__name__", None) or type(f).__name__
+    name = getattr(f, "__name__", None) or f"{type(f).__name__}(…)"
     names = argument_names(f, args, kwargs)
     parts = [
         describe(v) if n.startswith("argument ") else f"{n}={describe(v)}"

@@ -79,8 +79,8 @@ def _(scores, dim=-1):
 
 @softmax.fault(
     "one_shift_for_all",
-    "One maximum of the whole tensor is subtracted. A row that lies far below it "
-    "underflows to zeros, and 0/0 is NaN: every row needs its own maximum.",
+    "One number is subtracted from the whole tensor. A row that lies far below it "
+    "underflows to zeros, and 0/0 is NaN: what is safe differs from row to row.",
 )
 def _(scores, dim=-1):
     exponentials = (scores - scores.max()).exp()
@@ -144,7 +144,7 @@ def _(scores, dim=-1):
 @softmax.fault(
     "clamped",
     "The scores are cut off at a fixed size to avoid overflow. That changes the weights "
-    "of large scores; subtracting the row's maximum does not.",
+    "of large scores, where only the differences should count.",
 )
 def _(scores, dim=-1):
     return torch.softmax(scores.clamp(-80, 80), dim)
@@ -160,8 +160,8 @@ def _(scores, dim=-1):
 
 @softmax.fault(
     "epsilon_in_the_sum",
-    "A small constant is added to the sum. The sum is at least 1 once the maximum is "
-    "subtracted, so the constant protects from nothing and makes the weights wrong.",
+    "A small constant is added to the sum. If the exponentials have a safe size, the sum "
+    "is far from 0, so it protects from nothing and makes the weights wrong.",
 )
 def _(scores, dim=-1):
     exponentials = (scores - scores.amax(dim, keepdim=True)).exp()
