@@ -77,7 +77,7 @@ class Block(nn.Module):
 
     Its parts are `norm_1`, `attention`, `norm_2` and `feed_forward`. Style "llama":
     `RMSNorm`, RoPE on queries and keys, `SwiGLU`. Style "gpt2": `nn.LayerNorm`, no
-    rotation, `FeedForward` with `gelu`, and a bias, zero at first, on each linear layer.
+    rotation, `FeedForward` with `gelu`, and each linear layer gets a bias of zeros.
 
     Touvron et al. (2023), "LLaMA"; Radford et al. (2019), "Language Models are
     Unsupervised Multitask Learners".
@@ -137,9 +137,9 @@ class Transformer(nn.Module):
     `config.tied`, `head` and `embedding` hold one and the same parameter. All matrices
     start with normal values of standard deviation 0.02.
 
-    Radford et al. (2019), "Language Models are Unsupervised Multitask Learners"; Touvron
-    et al. (2023), "LLaMA"; Press, Wolf (2017), "Using the Output Embedding to Improve
-    Language Models".
+    Radford et al. (2019), "Language Models are Unsupervised Multitask Learners";
+    Touvron et al. (2023), "LLaMA"; Press, Wolf (2017), "Using the Output Embedding to
+    Improve Language Models".
     """
 
     def __init__(self, config):
