@@ -1394,7 +1394,7 @@ def sampler(wrong=""):
         p, order = torch.softmax(weighed, -1).sort(-1, descending=True)
         total = p.cumsum(-1)
         if wrong == "past_the_end":
-            last = (total < top_p + 1e-9).sum(-1, keepdim=True)
+            last = (total <= top_p).sum(-1, keepdim=True)
             order.gather(1, last)  # raises when nothing crosses
         if wrong == "crossing_token_dropped":
             drop = total > top_p
