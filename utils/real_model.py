@@ -81,8 +81,9 @@ def fetch() -> Path:
                 os.replace(found, path)  # whole or not at all
         except OSError as error:
             raise ModelProblem(
-                f"the model cannot be kept in {path.parent} ({error.strerror or error}):"
-                " free some space there, or name another folder in COURSE_CACHE."
+                f"the model cannot be kept in {path.parent} "
+                f"({error.strerror or error}): free some space there, or name another "
+                "folder in COURSE_CACHE."
             ) from error
     _verify(path, str(path))
     return path

@@ -1878,9 +1878,8 @@ def _(answer, t):
 @costing.requires("large models and long texts too, as whole numbers")
 def _(answer, t):
     for name, c in (
-        ("SmolLM2-135M", SMOLLM),
-        ("GPT-2 small", GPT2_SMALL),
-        ("Llama 3 8B", LLAMA_3_8B),
+        ("four layers of SmolLM2-135M", replace(SMOLLM, n_layers=4)),
+        ("two layers of Llama 3 8B", replace(LLAMA_3_8B, n_layers=2)),
     ):
         for n in (1, 1_000):
             found = t.call(answer, c, n)
