@@ -32,6 +32,7 @@ ROOT = course.ROOT
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 MAP_BEGIN, MAP_END = "<!-- course map -->", "<!-- end of course map -->"
 CELL_SECONDS = 300
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 BOOTSTRAP = """\
 # Run this cell first: it finds the course's folder and gets the notebook ready.
@@ -328,8 +329,11 @@ def execute(made, file: str):
         for key, value in before.items():
             os.environ.pop(key) if value is None else os.environ.update({key: value})
     made.metadata["language_info"] = {"name": "python"}
+    made.metadata.pop("widgets", None)
     for cell in made.cells:
         cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":  # a widget lives in its kernel, under a random id
+            cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
     _refuse_private_output(made, file)
     return made
 

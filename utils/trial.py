@@ -412,7 +412,7 @@ def unchanged(before, after):
 
 
 def convert(value, change):
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, nn.Module)):
         return change(value)
     if isinstance(value, (tuple, list)):
         return type(value)(convert(v, change) for v in value)
