@@ -3,7 +3,6 @@
 import copy
 import math
 import numbers
-import random
 
 import torch
 from torch import nn
@@ -346,6 +345,11 @@ def _(logits, targets):
     return -(logits.log_softmax(-1) * one_hot).sum(-1).mean()
 
 
+@cross_entropy.fault("detached", "The result is cut from the graph.")
+def _(logits, targets):
+    return _losses(logits, targets).mean().detach()
+
+
 @cross_entropy.fault(
     "sum_detached",
     "The logarithm of the sum is cut from the graph, so that no gradient pushes the "
@@ -355,11 +359,6 @@ def _(logits, targets):
     _fitting(logits, targets)
     right = logits.gather(-1, targets[..., None]).squeeze(-1)
     return (logits.logsumexp(-1).detach() - right).mean()
-
-
-@cross_entropy.fault("detached", "The result is cut from the graph.")
-def _(logits, targets):
-    return _losses(logits, targets).mean().detach()
 
 
 @cross_entropy.fault("float32", "The loss is float32 whatever the logits are.")
@@ -580,7 +579,9 @@ def _(answer, t):
         _starts(t, answer, _text(50, kind), 4, 6, _generator(8))
     data = torch.stack([_text(50), _text(50)], dim=1)[:, 1]
     inputs, targets = _batch(t, answer, data, 4, 6, _generator(9))
-    t.equal(inputs[:, 1:].clone(), targets[:, :-1].clone(), "the inputs after the first")
+    t.equal(
+        inputs[:, 1:].clone(), targets[:, :-1].clone(), "the inputs after the first"
+    )
 
 
 @get_batch.requires("the batch lies where the text lies")
@@ -820,20 +821,7 @@ def _(data, batch_size, t, generator=None):
     return _cut(data, _draw(data, batch_size, t), t)
 
 
-@get_batch.fault(
-    "python_random",
-    "The starts are drawn by Python's `random`, which neither the generator nor "
-    "`torch.manual_seed` reaches.",
-)
-def _(data, batch_size, t, generator=None):
-    _draw(data, 1, t, _generator())
-    numbers = [[random.randrange(len(data) - t)] for _ in range(batch_size)]
-    return _cut(data, torch.tensor(numbers), t)
-
-
-@get_batch.fault(
-    "time_first", "The batch is turned: `(T, B)` instead of `(B, T)`."
-)
+@get_batch.fault("time_first", "The batch is turned: `(T, B)` instead of `(B, T)`.")
 def _(data, batch_size, t, generator=None):
     inputs, targets = _cut(data, _draw(data, batch_size, t, generator), t)
     return inputs.T, targets.T
@@ -873,11 +861,14 @@ def _rate(step, peak, floor, warmup_steps, total_steps):
 def _agree_rate(t, answer, step, peak, floor, warmup_steps, total_steps):
     found = t.call(answer, step, peak, floor, warmup_steps, total_steps)
     if not isinstance(found, numbers.Real):
-        what = "None: is a `return` missing?" if found is None else type(found).__name__
-        raise Unmet(f"The rate is {what} Return a float.".replace("r R", "r. R"))
+        if found is None:
+            raise Unmet("The rate is None: is a `return` missing?")
+        raise Unmet(f"The rate is of type {type(found).__name__}; return a float.")
     t.close(
         torch.tensor(float(found), dtype=torch.float64),
-        _rate(step, peak, floor, warmup_steps, total_steps),
+        torch.tensor(
+            _rate(step, peak, floor, warmup_steps, total_steps), dtype=torch.float64
+        ),
         f"the rate at step {step}",
         tolerance=1e-9 * peak,
     )
@@ -888,7 +879,7 @@ def _agree_rate(t, answer, step, peak, floor, warmup_steps, total_steps):
     "Which part of the way has step 1 behind it, if the whole way has `warmup_steps`?",
 )
 def _(answer, t):
-    for step in (0, 1, 2, 3, 4):
+    for step in (2, 1, 3, 4, 0):
         _agree_rate(t, answer, step, 3e-3, 2e-4, 4, 20)
     for step in (1, 7, 50, 99):
         _agree_rate(t, answer, step, 0.5, 0.1, 100, 1000)
@@ -936,7 +927,9 @@ def _schedule(warm=None, part=None, shape=None, after=None):
     """A right schedule, of which one piece can be replaced."""
     warm = warm or (lambda s, peak, floor, w: peak * s / w)
     part = part or (lambda s, w, n: (s - w) / (n - w))
-    shape = shape or (lambda p, hi, lo: lo + (hi - lo) * (1 + math.cos(math.pi * p)) / 2)
+    shape = shape or (
+        lambda p, hi, lo: lo + (hi - lo) * (1 + math.cos(math.pi * p)) / 2
+    )
     after = after or (lambda s, peak, floor, w, n: floor)
 
     def rate(step, peak, floor, warmup_steps, total_steps):
@@ -1137,3 +1130,1231 @@ def _(step, peak, floor, warmup_steps, total_steps):
         return peak * step / max(warmup_steps, 1)
     part = min((step - warmup_steps) / (total_steps - warmup_steps), 1)
     return _cosine(part, peak, floor)
+
+
+# AdamW ------------------------------------------------------------------------------
+
+PLAIN = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+SHAPES = ((3, 4), (5,), (2, 3, 2))
+
+
+def _parameters(shapes=SHAPES, seed=0, kind=torch.float32):
+    return [
+        nn.Parameter(probe(*shape, seed=seed + i, dtype=kind))
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def _set_gradients(parameters, step, seed=100, scale=1.0, without=()):
+    """A gradient for each parameter that depends on the step, growing and turning."""
+    for i, p in enumerate(parameters):
+        size = scale * (1 + step) / 2
+        given = probe(*p.shape, seed=seed + 10 * step + i, scale=size, dtype=p.dtype)
+        p.grad = None if i in without else given
+
+
+def _train(build, parameters, steps, options, **gradients):
+    optimizer = build(parameters, **options)
+    for step in range(steps):
+        _set_gradients(parameters, step, **gradients)
+        optimizer.step()
+    return optimizer
+
+
+def _torch_adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, foreach=False, **options)
+
+
+def _in_double(parameters):
+    return [nn.Parameter(p.detach().double()) for p in parameters]
+
+
+def _agree_adamw(t, answer, steps, seed=0, kind=torch.float32, scale=1.0, **options):
+    """`steps` updates of parameters of several shapes, beside torch's own."""
+
+    def take_steps(steps, **options):
+        parameters = _parameters(seed=seed, kind=kind)
+        _train(answer, parameters, steps, options, scale=scale)
+        return tuple(p.detach().clone() for p in parameters)
+
+    options = {**PLAIN, **options}
+    found = t.mutate(take_steps, steps=steps, **options)
+    truth = _in_double(_parameters(seed=seed, kind=kind))
+    given = [[] for _ in range(steps)]
+    optimizer = _torch_adamw(truth, **options)
+    for step in range(len(given)):
+        like = _parameters(seed=seed, kind=kind)
+        _set_gradients(like, step, scale=scale)
+        for p, q in zip(truth, like, strict=True):
+            p.grad = q.grad.double()
+        optimizer.step()
+    for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
+        t.close(
+            actual,
+            expected,
+            f"parameter {i} after {steps} step{'s' * (steps > 1)}",
+            like=_parameters(kind=kind)[i],
+            tolerance={torch.bfloat16: 0.1, torch.float64: 1e-10}.get(kind, 2e-5),
+        )
+
+
+@adamw.requires(
+    "the first step moves each number by lr against its gradient",
+    "After one step the corrected mean is the gradient itself, and the corrected mean "
+    "square its square.",
+)
+def _(answer, t):
+    _agree_adamw(t, answer, 1)
+    _agree_adamw(t, answer, 1, seed=20, lr=0.02, betas=(0.9, 0.999))
+
+
+@adamw.requires(
+    "later steps use running means of the gradient and of its square, each corrected",
+    "Both means start at 0 and are therefore too small at first. What is the sum of the "
+    "weights that the gradients have in them after n steps?",
+)
+def _(answer, t):
+    _agree_adamw(t, answer, 2)
+    _agree_adamw(t, answer, 7, seed=30)
+    _agree_adamw(t, answer, 5, seed=40, betas=(0.95, 0.6))
+    _agree_adamw(t, answer, 3, seed=50, betas=(0.0, 0.9))
+
+
+@adamw.requires(
+    "eps is added to the root of the corrected square",
+    "Outside of the root, after the correction. With a large eps the order shows.",
+)
+def _(answer, t):
+    _agree_adamw(t, answer, 1, eps=0.3)
+    _agree_adamw(t, answer, 6, seed=60, eps=0.3)
+    _agree_adamw(t, answer, 4, seed=70, scale=1e-6, eps=1e-5)
+
+
+@adamw.requires(
+    "weight decay takes lr · weight_decay of the old parameter, beside Adam's step",
+    "Decoupled: the decay does not enter the two means.",
+)
+def _(answer, t):
+    _agree_adamw(t, answer, 1, weight_decay=0.5)
+    _agree_adamw(t, answer, 6, seed=80, lr=0.3, weight_decay=0.7)
+    _agree_adamw(t, answer, 4, seed=90, weight_decay=0.5, scale=0.0)
+
+
+@adamw.requires(
+    "without options it does what torch's does without options",
+)
+def _(answer, t):
+    def take_steps(steps):
+        parameters = _parameters(seed=95)
+        _train(answer, parameters, steps, {})
+        return tuple(p.detach().clone() for p in parameters)
+
+    found = t.mutate(take_steps, steps=3)
+    truth = _parameters(seed=95)
+    _train(_torch_adamw, truth, 3, {})
+    for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
+        t.close(actual, expected, f"parameter {i}", tolerance=2e-6)
+
+
+@adamw.requires(
+    "each group has its own options, and they are read anew at every step",
+    "`self.param_groups` is a list of dicts; a schedule writes a new `lr` into them "
+    "between two steps.",
+)
+def _(answer, t):
+    def take_steps(steps, build=answer):
+        first, second, third = parameters = _parameters(seed=96)
+        groups = [
+            {"params": [first], "weight_decay": 0.9, "lr": 0.3},
+            {"params": [second, third], "betas": (0.5, 0.7), "eps": 0.2},
+        ]
+        optimizer = build(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / (step + 1)
+            _set_gradients(parameters, step)
+            optimizer.step()
+        return tuple(p.detach().clone() for p in parameters)
+
+    found = t.mutate(take_steps, steps=3)
+    truth = take_steps(3, _torch_adamw)
+    for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
+        t.close(actual, expected, f"parameter {i}", tolerance=2e-5)
+
+
+@adamw.requires(
+    "a parameter without a gradient stays as it is, and counts its own steps",
+    "A layer that was not used has `grad` None. No decay either, and when its first "
+    "gradient comes, that is its step 1.",
+)
+def _(answer, t):
+    def take_steps(without, build=answer):
+        parameters = _parameters(seed=97)
+        optimizer = build(parameters, **{**PLAIN, "weight_decay": 0.5})
+        for step, left_out in enumerate(without):
+            _set_gradients(parameters, step, without=left_out)
+            optimizer.step()
+        return tuple(p.detach().clone() for p in parameters)
+
+    for without in ([(1,), (1,), (), (0,), ()], [(1,)]):
+        found = t.mutate(take_steps, without=without)
+        truth = take_steps(without, _torch_adamw)
+        for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
+            t.close(actual, expected, f"parameter {i}", tolerance=2e-5)
+
+
+@adamw.requires(
+    "parameters change in place, gradients do not, and no graph is kept",
+    "The model holds the very tensors that the optimizer was given. Write into them, "
+    "under `torch.no_grad()`.",
+)
+def _(answer, t):
+    def take_steps(steps):
+        parameters = _parameters(seed=98)
+        memory = [p.data_ptr() for p in parameters]
+        optimizer = answer(parameters, **{**PLAIN, "weight_decay": 0.5})
+        changes = set()
+        for step in range(steps):
+            _set_gradients(parameters, step)
+            before = [p.grad.clone() for p in parameters]
+            optimizer.step()
+            for p, old in zip(parameters, before, strict=True):
+                if p.grad is None or not p.grad.any():
+                    changes.add("cleared")
+                elif not torch.equal(p.grad, old):
+                    changes.add("changed")
+        same = [p.data_ptr() for p in parameters] == memory
+        graph = any(p.grad_fn is not None or not p.requires_grad for p in parameters)
+        states = [v for s in optimizer.state.values() for v in s.values()]
+        graph = graph or any(getattr(v, "requires_grad", False) for v in states)
+        return " and ".join(sorted(changes)), same, graph
+
+    changes, same, graph = t.mutate(take_steps, steps=2)
+    t.true(not changes, f"The gradients were {changes}. Others may still read them.")
+    t.true(same, "The parameters moved to new memory instead of changing in place.")
+    t.true(not graph, "A graph or its gradient hangs on the parameters or the state.")
+
+
+@adamw.requires(
+    "two optimizers know nothing of each other",
+)
+def _(answer, t):
+    def take_turns(steps):
+        one, other = _parameters(seed=99), _parameters(seed=104)
+        first, second = answer(one, **PLAIN), answer(other, **{**PLAIN, "lr": 0.3})
+        for step in range(steps):
+            for parameters, optimizer in ((one, first), (other, second)):
+                _set_gradients(parameters, step, seed=len(parameters))
+                optimizer.step()
+        return tuple(p.detach().clone() for p in (*one, *other))
+
+    found = t.mutate(take_turns, steps=3)
+    one, other = _parameters(seed=99), _parameters(seed=104)
+    _train(_torch_adamw, one, 3, PLAIN, seed=len(one))
+    _train(_torch_adamw, other, 3, {**PLAIN, "lr": 0.3}, seed=len(other))
+    for i, (actual, expected) in enumerate(zip(found, (*one, *other), strict=True)):
+        t.close(actual, expected, f"parameter {i}", tolerance=2e-5)
+
+
+@adamw.requires(
+    "state_dict() holds all that the next step needs",
+    "What you keep between steps belongs into `self.state[p]`. Training is interrupted "
+    "and goes on from a file; what is kept elsewhere is lost.",
+)
+def _(answer, t):
+    def stop_and_go_on(steps):
+        parameters = _parameters(seed=105)
+        options = {**PLAIN, "weight_decay": 0.5}
+        optimizer = _train(answer, parameters, steps, options)
+        saved = copy.deepcopy(optimizer.state_dict())
+        copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+        again = answer(copies, lr=7.0)
+        again.load_state_dict(saved)
+        for step in range(steps, 2 * steps):
+            _set_gradients(copies, step)
+            again.step()
+        return tuple(p.detach().clone() for p in copies)
+
+    found = t.mutate(stop_and_go_on, steps=3)
+    truth = _parameters(seed=105)
+    _train(_torch_adamw, truth, 6, {**PLAIN, "weight_decay": 0.5})
+    for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
+        t.close(actual, expected, f"parameter {i}", tolerance=2e-5)
+
+
+@adamw.requires("float64 and bfloat16 parameters, and gradients of any layout, work")
+def _(answer, t):
+    _agree_adamw(t, answer, 4, seed=110, kind=torch.float64, weight_decay=0.3)
+    _agree_adamw(t, answer, 3, seed=120, kind=torch.bfloat16, lr=0.05)
+
+    def take_steps(steps, build=answer):
+        p = nn.Parameter(strided(probe(3, 4)))
+        optimizer = build([p], **PLAIN)
+        for step in range(steps):
+            p.grad = probe(4, 3, seed=step).T
+            optimizer.step()
+        return p.detach().clone()
+
+    found = t.mutate(take_steps, steps=2)
+    t.close(found, take_steps(2, _torch_adamw), "a strided parameter", tolerance=2e-5)
+
+
+@adamw.requires("what it keeps lies where the parameter lies")
+def _(answer, t):
+    def take_a_step(p, gradient):
+        p = nn.Parameter(p)
+        p.grad = gradient
+        optimizer = answer([p], **PLAIN)
+        optimizer.step()
+        return p.detach()
+
+    t.trace.append("a step elsewhere")
+    t.any_device(take_a_step, probe(3, 4), probe(3, 4, seed=1))
+
+
+class _AdamW(torch.optim.Optimizer):
+    """Right, in small pieces, for the faults to replace one of them."""
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
+    ):
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.of(p), group)
+
+    def of(self, p):
+        if not self.state[p]:
+            self.state[p].update(n=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+        return self.state[p]
+
+    def update(self, p, g, state, group):
+        self.means(g, state, group)
+        change = self.change(state, group)
+        self.decay(p, group)
+        p.sub_(group["lr"] * change)
+
+    def means(self, g, state, group):
+        beta_1, beta_2 = group["betas"]
+        state["n"] += 1
+        state["m"] = beta_1 * state["m"] + (1 - beta_1) * g
+        state["v"] = beta_2 * state["v"] + (1 - beta_2) * g**2
+
+    def corrections(self, state, group):
+        return [1 - beta ** state["n"] for beta in group["betas"]]
+
+    def change(self, state, group):
+        one, two = self.corrections(state, group)
+        return state["m"] / one / ((state["v"] / two).sqrt() + group["eps"])
+
+    def decay(self, p, group):
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+@adamw.fault(
+    "no_correction",
+    "The two means are not corrected. They start at 0, so that the first steps have the "
+    "wrong size.",
+)
+class _NoCorrection(_AdamW):
+    def corrections(self, state, group):
+        return 1, 1
+
+
+@adamw.fault(
+    "mean_not_corrected",
+    "Only the mean square is corrected. The mean of the gradient starts at 0 too.",
+)
+class _MeanNotCorrected(_AdamW):
+    def corrections(self, state, group):
+        return 1, super().corrections(state, group)[1]
+
+
+@adamw.fault(
+    "square_not_corrected",
+    "Only the mean is corrected. The mean square starts at 0 too, so the first steps "
+    "come out too large.",
+)
+class _SquareNotCorrected(_AdamW):
+    def corrections(self, state, group):
+        return super().corrections(state, group)[0], 1
+
+
+@adamw.fault(
+    "correction_counts_from_zero",
+    "The step number in the correction counts from 0. The first correction is then a "
+    "division by 0.",
+)
+class _FromZero(_AdamW):
+    def corrections(self, state, group):
+        return [1 - torch.tensor(b) ** (state["n"] - 1) for b in group["betas"]]
+
+
+@adamw.fault(
+    "correction_one_ahead",
+    "The step number in the correction is one too large.",
+)
+class _OneAhead(_AdamW):
+    def corrections(self, state, group):
+        return [1 - b ** (state["n"] + 1) for b in group["betas"]]
+
+
+@adamw.fault(
+    "correction_without_power",
+    "The correction is 1 − β at every step. It is 1 − β to the power of the step number, "
+    "and goes to 1.",
+)
+class _NoPower(_AdamW):
+    def corrections(self, state, group):
+        return [1 - b for b in group["betas"]]
+
+
+@adamw.fault(
+    "betas_exchanged",
+    "The two betas are exchanged: the first belongs to the gradient, the second to its "
+    "square.",
+)
+class _Exchanged(_AdamW):
+    def update(self, p, g, state, group):
+        super().update(p, g, state, {**group, "betas": group["betas"][::-1]})
+
+
+@adamw.fault(
+    "old_and_new_exchanged",
+    "The new gradient gets the weight β and the old mean 1 − β. It is the other way "
+    "round: β says how much is kept.",
+)
+class _OldAndNew(_AdamW):
+    def means(self, g, state, group):
+        super().means(g, state, {"betas": [1 - b for b in group["betas"]]})
+
+
+@adamw.fault(
+    "not_weighted",
+    "The new gradient enters with the weight 1, so that the sums are no means.",
+)
+class _NotWeighted(_AdamW):
+    def means(self, g, state, group):
+        beta_1, beta_2 = group["betas"]
+        state["n"] += 1
+        state["m"] = beta_1 * state["m"] + g
+        state["v"] = beta_2 * state["v"] + g**2
+
+
+@adamw.fault("no_square", "The second mean is one of the gradient's size, not square.")
+class _NoSquare(_AdamW):
+    def means(self, g, state, group):
+        old = state["v"]
+        super().means(g, state, group)
+        beta = group["betas"][1]
+        state["v"] = beta * old + (1 - beta) * g.abs()
+
+
+@adamw.fault(
+    "square_of_mean",
+    "The second mean is fed with the square of the running mean instead of that of the "
+    "gradient.",
+)
+class _SquareOfMean(_AdamW):
+    def means(self, g, state, group):
+        old = state["v"]
+        super().means(g, state, group)
+        beta = group["betas"][1]
+        state["v"] = beta * old + (1 - beta) * state["m"] ** 2
+
+
+@adamw.fault("no_root", "The mean is divided by the mean square without its root.")
+class _NoRoot(_AdamW):
+    def change(self, state, group):
+        one, two = self.corrections(state, group)
+        return state["m"] / one / (state["v"] / two + group["eps"])
+
+
+@adamw.fault(
+    "no_momentum",
+    "The gradient itself is divided by the root. Adam takes the running mean.",
+)
+class _NoMomentum(_AdamW):
+    def means(self, g, state, group):
+        super().means(g, state, group)
+        state["m"] = g * self.corrections(state, group)[0]
+
+
+@adamw.fault(
+    "no_memory",
+    "The means start anew at every step, so only the last gradient counts. Keep them in "
+    "`self.state[p]`, and begin with zeros only once.",
+)
+class _NoMemory(_AdamW):
+    def of(self, p):
+        self.state.pop(p, None)
+        return super().of(p)
+
+
+@adamw.fault("uphill", "The change is added: the loss is climbed instead of descended.")
+class _Uphill(_AdamW):
+    def change(self, state, group):
+        return -super().change(state, group)
+
+
+@adamw.fault(
+    "eps_inside_root",
+    "eps is added under the root. Adam adds it to the root, outside.",
+)
+class _EpsInside(_AdamW):
+    def change(self, state, group):
+        one, two = self.corrections(state, group)
+        return state["m"] / one / (state["v"] / two + group["eps"]).sqrt()
+
+
+@adamw.fault(
+    "eps_before_correction",
+    "eps is added to the root before the correction, which changes its size in the first "
+    "steps. Some libraries do so; in algorithm 1 of Adam's authors it comes after.",
+)
+class _EpsBefore(_AdamW):
+    def change(self, state, group):
+        one, two = self.corrections(state, group)
+        return state["m"] / one * two**0.5 / (state["v"].sqrt() + group["eps"])
+
+
+@adamw.fault("no_eps", "eps is missing: where a gradient is 0, that is 0/0, and NaN.")
+class _NoEps(_AdamW):
+    def change(self, state, group):
+        return super().change(state, {**group, "eps": 0.0})
+
+
+@adamw.fault(
+    "eps_as_minimum",
+    "eps is used as the least value of the root instead of being added to it.",
+)
+class _EpsMinimum(_AdamW):
+    def change(self, state, group):
+        one, two = self.corrections(state, group)
+        return state["m"] / one / (state["v"] / two).sqrt().clamp(min=group["eps"])
+
+
+@adamw.fault(
+    "l2_in_gradient",
+    "The decay is added to the gradient, which is L2 regularisation. It then goes "
+    "through both means, and numbers with large gradients hardly decay: the very thing "
+    "that AdamW was made to avoid.",
+)
+class _L2(_AdamW):
+    def update(self, p, g, state, group):
+        g = g + group["weight_decay"] * p
+        super().update(p, g, state, {**group, "weight_decay": 0.0})
+
+
+@adamw.fault("no_decay", "`weight_decay` is not used.")
+class _NoDecay(_AdamW):
+    def decay(self, p, group):
+        pass
+
+
+@adamw.fault(
+    "decay_without_lr",
+    "The decay is not multiplied with the learning rate, so a schedule does not reach "
+    "it.",
+)
+class _DecayWithoutLr(_AdamW):
+    def decay(self, p, group):
+        p.mul_(1 - group["weight_decay"])
+
+
+@adamw.fault(
+    "decay_after",
+    "The decay is taken of the parameter after Adam's step, so it shrinks the step too. "
+    "It is taken of the old value.",
+)
+class _DecayAfter(_AdamW):
+    def update(self, p, g, state, group):
+        super().update(p, g, state, {**group, "weight_decay": 0.0})
+        self.decay(p, group)
+
+
+@adamw.fault("grows", "The decay has the wrong sign: parameters grow.")
+class _Grows(_AdamW):
+    def decay(self, p, group):
+        p.mul_(1 + group["lr"] * group["weight_decay"])
+
+
+@adamw.fault(
+    "decay_of_sign",
+    "The decay takes the same amount of every number. It takes a share of each.",
+)
+class _DecayOfSign(_AdamW):
+    def decay(self, p, group):
+        p.sub_(group["lr"] * group["weight_decay"] * p.sign())
+
+
+@adamw.fault(
+    "decay_without_gradient",
+    "Parameters that have no gradient decay all the same. A layer that is not trained "
+    "stays as it is.",
+)
+class _DecaysAll(_AdamW):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    self.decay(p, group)
+        super().step()
+
+
+@adamw.fault(
+    "missing_gradient_is_zero",
+    "A missing gradient is taken as one of zeros, so the parameter decays and goes on by "
+    "its old momentum. Leave it out of the step.",
+)
+class _MissingIsZero(_AdamW):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = torch.zeros_like(p) if p.grad is None else p.grad
+                self.update(p, g, self.of(p), group)
+
+
+@adamw.fault(
+    "missing_gradient_crashes",
+    "A parameter without a gradient stops it: `grad` is None then.",
+)
+class _MissingCrashes(_AdamW):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, p.grad, self.of(p), group)
+
+
+@adamw.fault(
+    "one_count_for_all",
+    "One step number serves all parameters. One that gets its first gradient late is at "
+    "its own step 1, and is corrected for that.",
+)
+class _OneCount(_AdamW):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+        super().step()
+
+    def corrections(self, state, group):
+        return [1 - beta**self.steps for beta in group["betas"]]
+
+
+@adamw.fault(
+    "counted_per_parameter_call",
+    "The step number grows with every parameter instead of with every step.",
+)
+class _CountedPerCall(_AdamW):
+    calls = 0
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.calls = 0
+
+    def corrections(self, state, group):
+        self.calls += 1
+        return [1 - beta**self.calls for beta in group["betas"]]
+
+
+@adamw.fault(
+    "first_group_only",
+    "Only the first group's options count. Every group has its own.",
+)
+class _FirstGroup(_AdamW):
+    def update(self, p, g, state, group):
+        super().update(p, g, state, self.param_groups[0])
+
+
+@adamw.fault(
+    "first_group_updated",
+    "Only the first group's parameters are updated.",
+)
+class _FirstUpdated(_AdamW):
+    def update(self, p, g, state, group):
+        if group is self.param_groups[0]:
+            super().update(p, g, state, group)
+
+
+@adamw.fault(
+    "options_frozen",
+    "The options are those of the constructor. A schedule changes `lr` in "
+    "`self.param_groups`, and groups bring their own.",
+)
+class _Frozen(_AdamW):
+    def update(self, p, g, state, group):
+        super().update(p, g, state, self.defaults)
+
+
+@adamw.fault(
+    "state_elsewhere",
+    "The means are kept outside of `self.state`, so `state_dict()` does not hold them: "
+    "training that goes on from a file starts with empty means.",
+)
+class _Elsewhere(_AdamW):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kept = {}
+
+    def of(self, p):
+        if p not in self.kept:
+            zeros = torch.zeros_like(p)
+            self.kept[p] = {"n": 0, "m": zeros, "v": zeros}
+        return self.kept[p]
+
+
+@adamw.fault(
+    "count_elsewhere",
+    "The step number is kept outside of `self.state`, so `state_dict()` does not hold "
+    "it: after loading, the correction begins anew.",
+)
+class _CountElsewhere(_AdamW):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.count = {}
+
+    def corrections(self, state, group):
+        key = id(state)
+        self.count[key] = self.count.get(key, 0) + 1
+        return [1 - beta ** self.count[key] for beta in group["betas"]]
+
+
+@adamw.fault(
+    "gradient_changed",
+    "The gradient is changed in place. Others may still read it.",
+)
+class _GradientChanged(_AdamW):
+    def update(self, p, g, state, group):
+        super().update(p, g, state, group)
+        g.mul_(1 - group["betas"][0])
+
+
+@adamw.fault(
+    "gradients_cleared",
+    "The gradients are cleared in `step()`. That is what `zero_grad()` is for.",
+)
+class _Cleared(_AdamW):
+    def step(self):
+        super().step()
+        self.zero_grad()
+
+
+@adamw.fault(
+    "not_in_place",
+    "A new tensor is computed and bound to a name; the parameter itself stays as it was.",
+)
+class _NotInPlace(_AdamW):
+    def update(self, p, g, state, group):
+        super().update(p.clone(), g, state, group)
+
+
+@adamw.fault(
+    "new_memory",
+    "`p.data` is bound to a new tensor. Whoever else holds the parameter's memory, a tied "
+    "head, a view, keeps the old numbers.",
+)
+class _NewMemory(_AdamW):
+    def update(self, p, g, state, group):
+        new = p.detach().clone()
+        super().update(new, g, state, group)
+        p.data = new
+
+
+@adamw.fault(
+    "graph_kept",
+    "The update is recorded as if it were part of the model. It belongs under "
+    "`torch.no_grad()`, and PyTorch refuses to write into a parameter otherwise.",
+)
+class _Graph(_AdamW):
+    @torch.enable_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.of(p), group)
+
+
+@adamw.fault(
+    "other_defaults",
+    "The defaults differ from those that are asked for.",
+)
+class _Defaults(_AdamW):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+@adamw.fault(
+    "defaults_without_decay",
+    "Without options nothing decays: the default of `weight_decay` is 0.01.",
+)
+class _NoDefaultDecay(_AdamW):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+@adamw.fault(
+    "cpu_state",
+    "The means are made on the CPU wherever the parameter is.",
+)
+class _CpuState(_AdamW):
+    def of(self, p):
+        if not self.state[p]:
+            zeros = torch.zeros(p.shape, dtype=p.dtype)
+            self.state[p].update(n=0, m=zeros, v=zeros.clone())
+        return self.state[p]
+
+
+@adamw.fault(
+    "means_are_one",
+    "Both means are one tensor: each is written over the other.",
+)
+class _OneTensor(_AdamW):
+    def of(self, p):
+        if not self.state[p]:
+            zeros = torch.zeros_like(p)
+            self.state[p].update(n=0, m=zeros, v=zeros)
+        return self.state[p]
+
+    def means(self, g, state, group):
+        beta_1, beta_2 = group["betas"]
+        state["n"] += 1
+        state["m"].mul_(beta_1).add_((1 - beta_1) * g)
+        state["v"].mul_(beta_2).add_((1 - beta_2) * g**2)
+
+
+@adamw.fault(
+    "first_gradient_kept",
+    "The mean starts as the first gradient itself instead of at zero, and is corrected "
+    "all the same.",
+)
+class _FirstKept(_AdamW):
+    def means(self, g, state, group):
+        if state["n"] == 0:
+            state["m"], state["v"] = g.clone(), g**2
+        super().means(g, state, group)
+
+
+# clip_gradients ---------------------------------------------------------------------
+
+
+def _with_gradients(seed=0, scale=1.0, kind=torch.float32, without=(), turned=False):
+    parameters = _parameters(((3, 4), (7,), (2, 5), (6,)), seed=seed, kind=kind)
+    for i, p in enumerate(parameters):
+        size = scale * (i + 1)
+        shape = tuple(p.shape)[::-1] if turned else tuple(p.shape)
+        given = probe(*shape, seed=seed + 50 + i, scale=size).to(kind)
+        p.grad = None if i in without else given.T if turned and p.ndim > 1 else given
+    return parameters
+
+
+def _length(parameters):
+    given = [p.grad.double().flatten() for p in parameters if p.grad is not None]
+    return float((torch.cat(given) ** 2).sum() ** 0.5) if given else 0.0
+
+
+def _clip(t, answer, parameters, share, handed=list, relative=None):
+    """Clip to `share` of the length, and compare with one long vector, rescaled."""
+    length = _length(parameters)
+    max_norm = share * length if length else 1.0
+    given = [p.grad for p in parameters]
+    before = [None if g is None else g.clone() for g in given]
+    values = [p.detach().clone() for p in parameters]
+
+    def clip(max_norm):
+        return answer(handed(parameters), max_norm)
+
+    clip.__name__ = "clip_gradients"
+    total = t.mutate(clip, max_norm=max_norm)
+    t.trace.append(snapshot(tuple(p.grad for p in parameters)))
+    factor = min(1.0, max_norm / length) if length else 1.0
+    for i, (p, old) in enumerate(zip(parameters, before, strict=True)):
+        if old is None:
+            t.true(p.grad is None, f"Parameter {i} had no gradient, and has one now.")
+            continue
+        what = f"the gradient of parameter {i} (length {length:.3g}, {max_norm=:.3g})"
+        loose = None if relative is None else relative * float(old.abs().max()) * factor
+        t.close(p.grad, factor * old.double(), what, like=old, tolerance=loose)
+    if total is None:
+        raise Unmet("The length before the clipping must be returned; it is None.")
+    if not isinstance(total, (torch.Tensor, numbers.Real)):
+        raise Unmet(f"The result is of type {type(total).__name__}; a number is due.")
+    total = torch.as_tensor(total)
+    t.close(total.double(), length, "the length returned", tolerance=1e-2 * length + 1e-9
+            if relative else 1e-5 * length + 1e-9)  # fmt: skip
+    t.true(
+        all(p.grad is g for p, g in zip(parameters, given, strict=True)),
+        "`p.grad` is a new tensor. It must be changed in place: others, such as "
+        "`DistributedDataParallel`, hold the same memory.",
+    )
+    t.true(
+        all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True)),
+        "The parameters themselves were changed; only their gradients are to be.",
+    )
+
+
+@clip_gradients.requires(
+    "a long gradient gets the length max_norm and keeps its direction",
+    "All gradients together are one vector. Find its length first, then multiply all of "
+    "them with one factor.",
+)
+def _(answer, t):
+    _clip(t, answer, _with_gradients(), 0.5)
+    _clip(t, answer, _with_gradients(seed=10), 0.01)
+    _clip(t, answer, _with_gradients(seed=20), 0.95)
+    _clip(t, answer, _with_gradients(seed=30, scale=1e3), 1e-4)
+
+
+@clip_gradients.requires(
+    "a gradient that is short enough stays as it is",
+    "The factor is never above 1.",
+)
+def _(answer, t):
+    for share in (1.05, 2.0, 100.0):
+        _clip(t, answer, _with_gradients(seed=40), share)
+    _clip(t, answer, _with_gradients(seed=50, scale=1e-3), 30.0)
+
+
+@clip_gradients.requires(
+    "parameters without a gradient are left out, and none at all have the length 0",
+)
+def _(answer, t):
+    _clip(t, answer, _with_gradients(seed=60, without=(1,)), 0.3)
+    _clip(t, answer, _with_gradients(seed=70, without=(0, 3)), 3.0)
+    _clip(t, answer, _with_gradients(without=(0, 1, 2, 3)), 1.0)
+
+
+@clip_gradients.requires(
+    "what model.parameters() gives, which can be run through only once, will do",
+    "A generator is empty after the first loop. Make a list of what you need twice.",
+)
+def _(answer, t):
+    _clip(t, answer, _with_gradients(seed=80), 0.4, handed=iter)
+    _clip(t, answer, _with_gradients(seed=90), 4.0, handed=iter)
+
+
+@clip_gradients.requires(
+    "gradients of zeros stay zeros",
+    "What is max_norm over a length of 0?",
+)
+def _(answer, t):
+    _clip(t, answer, _with_gradients(scale=0.0), 1.0)
+
+
+@clip_gradients.requires(
+    "half precision, float64 and gradients of any layout work too",
+    "300² is more than float16 can hold. `norm` squares in a wider format; you by hand "
+    "do not.",
+)
+def _(answer, t):
+    _clip(t, answer, _with_gradients(seed=100, kind=torch.float64), 0.5)
+    _clip(t, answer, _with_gradients(seed=110, turned=True), 0.5)
+    large = _with_gradients(seed=120, kind=torch.float16, scale=120)
+    _clip(t, answer, large, 0.01, relative=0.01)
+    wide = _with_gradients(seed=130, kind=torch.bfloat16)
+    _clip(t, answer, wide, 0.3, relative=0.03)
+
+
+def _gradients(parameters):
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _norm(gradients):
+    norms = [g.norm() for g in gradients]
+    return torch.stack(norms).norm() if norms else torch.tensor(0.0)
+
+
+def _scale(gradients, factor):
+    for g in gradients:
+        g.mul_(factor)
+
+
+@clip_gradients.fault(
+    "scales_up",
+    "Short gradients are made longer: every step would then have the same length, near "
+    "the minimum too.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    _scale(gradients, max_norm / (total + 1e-6))
+    return total
+
+
+@clip_gradients.fault(
+    "per_parameter",
+    "Every parameter's gradient is clipped by its own length. That turns the whole "
+    "gradient: all of them share one length and one factor.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    for g in gradients:
+        if g.norm() > max_norm:
+            g.mul_(max_norm / g.norm())
+    return total
+
+
+@clip_gradients.fault(
+    "by_value",
+    "Every number is cut off at max_norm by itself. That turns the gradient; it is to "
+    "become shorter.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    for g in gradients:
+        g.clamp_(-max_norm, max_norm)
+    return total
+
+
+@clip_gradients.fault(
+    "sum_of_lengths",
+    "The lengths of the parts are added up. Lengths of parts add as squares, under a "
+    "root.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = sum((g.norm() for g in gradients), torch.tensor(0.0))
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "largest_part",
+    "The largest of the parts' lengths is taken for that of the whole.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = max((g.norm() for g in gradients), default=torch.tensor(0.0))
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "no_root",
+    "The root over the sum of squares is missing.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients) ** 2
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "absolute_sum",
+    "The length is the sum of absolute values. The Euclidean one is asked for.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = sum((g.abs().sum() for g in gradients), torch.tensor(0.0))
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "mean_square",
+    "The squares are averaged instead of added up.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    n = sum(g.numel() for g in gradients)
+    total = _norm(gradients) / max(n, 1) ** 0.5
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "used_up",
+    "`parameters` is run through twice. What `model.parameters()` gives is empty the "
+    "second time, so nothing is clipped.",
+)
+def _(parameters, max_norm):
+    total = _norm([p.grad for p in parameters if p.grad is not None])
+    if total > max_norm:
+        _scale([p.grad for p in parameters if p.grad is not None], max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "new_tensors",
+    "`p.grad` is bound to a new tensor instead of being changed.",
+)
+def _(parameters, max_norm):
+    parameters = [p for p in parameters if p.grad is not None]
+    total = _norm([p.grad for p in parameters])
+    if total > max_norm:
+        for p in parameters:
+            p.grad = p.grad * (max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "not_in_place",
+    "Shorter copies are made and dropped; the gradients stay as they were.",
+)
+def _(parameters, max_norm):
+    return _norm(_gradients(parameters))
+
+
+@clip_gradients.fault(
+    "parameters_clipped",
+    "The parameters are shortened instead of their gradients.",
+)
+def _(parameters, max_norm):
+    parameters = list(parameters)
+    total = _norm([p.detach() for p in parameters])
+    if total > max_norm:
+        _scale([p.data for p in parameters], max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "length_of_parameters",
+    "The length is that of the parameters, not of their gradients.",
+)
+def _(parameters, max_norm):
+    parameters = list(parameters)
+    total = _norm([p.detach() for p in parameters])
+    if total > max_norm:
+        _scale(_gradients(parameters), max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "length_after",
+    "The length after the clipping is returned. The one before tells you how the "
+    "training is doing.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return _norm(gradients)
+
+
+@clip_gradients.fault("nothing_returned", "The length is not returned.")
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+
+
+@clip_gradients.fault(
+    "factor_returned", "The factor is returned; the length is asked for."
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    factor = (max_norm / (total + 1e-12)).clamp(max=1.0)
+    _scale(gradients, factor)
+    return factor
+
+
+@clip_gradients.fault(
+    "none_crashes",
+    "A parameter without a gradient stops it: `grad` is None then.",
+)
+def _(parameters, max_norm):
+    gradients = [p.grad for p in parameters]
+    total = _norm(gradients)
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "nothing_to_clip_crashes",
+    "It fails when no parameter has a gradient: there is nothing to stack or to add up.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = torch.stack([g.norm() for g in gradients]).norm()
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "zero_over_zero",
+    "With gradients of zeros the length is 0, and 0/0 makes them NaN.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    factor = max_norm / total if gradients else 1
+    for g in gradients:
+        g.copy_(torch.where(total > max_norm, g * factor, g * (total / total)))
+    return total
+
+
+@clip_gradients.fault(
+    "squares_overflow",
+    "The squares are added up in half precision, where 300² is already infinite. The "
+    "factor is then 0, and the gradient gone.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    squares = sum(((g**2).sum() for g in gradients), torch.tensor(0.0))
+    if gradients:
+        squares = sum((g**2).sum().to(g.dtype) for g in gradients)
+    total = squares.sqrt()
+    if total > max_norm:
+        _scale(gradients, max_norm / total)
+    return total
+
+
+@clip_gradients.fault(
+    "halved_until_short",
+    "The gradient is halved until it is short enough. It is to get the length max_norm.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    length = total
+    while length > max_norm:
+        _scale(gradients, 0.5)
+        length = length / 2
+    return total
+
+
+@clip_gradients.fault(
+    "zeroed",
+    "A gradient that is too long is set to zero. It is to be shortened.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    if total > max_norm:
+        _scale(gradients, 0.0)
+    return total
+
+
+@clip_gradients.fault(
+    "divided_by_length",
+    "The gradient is divided by its length, which makes it 1 long whatever max_norm is.",
+)
+def _(parameters, max_norm):
+    gradients = _gradients(parameters)
+    total = _norm(gradients)
+    if total > max_norm:
+        _scale(gradients, 1 / total)
+    return total
