@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from utils.exercise import Exercise
+from utils.exercise import Exercise, Joint, reference_part
 from utils.probe import probe, probe_ids, strided
 from utils.trial import Unmet, dtype, snapshot
 
@@ -2358,3 +2358,157 @@ def _(parameters, max_norm):
     if total > max_norm:
         _scale(gradients, 1 / total)
     return total
+
+
+# All of it together -----------------------------------------------------------------
+
+training = Joint(
+    "training",
+    lesson="training",
+    parts={
+        "cross_entropy": "training",
+        "get_batch": "training",
+        "learning_rate": "training",
+        "AdamW": "training",
+        "clip_gradients": "training",
+        "Transformer": "forward_pass",
+        "TransformerConfig": "forward_pass",
+    },
+)
+
+
+def _small_model(parts):
+    config = parts["TransformerConfig"](
+        vocab_size=7,
+        d_model=16,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        d_head=8,
+        d_ff=24,
+        max_len=12,
+    )
+    return parts["Transformer"](config)
+
+
+# Each token but one decides the next; it comes from the token two back otherwise.
+_RHYME = torch.tensor([0, 1, 2, 3, 1, 4, 5, 1, 6, 2, 5, 3] * 12)
+
+
+def _losses_of_training(t, parts, steps):
+    """The loss at each step of a short training, through `t` for the trace."""
+
+    def train(steps):
+        model, generator = _small_model(parts), _generator(11)
+        optimizer = parts["AdamW"](model.parameters(), lr=1.0, weight_decay=0.01)
+        losses = []
+        for step in range(1, steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = parts["learning_rate"](step, 2e-2, 2e-3, 5, steps)
+            inputs, targets = parts["get_batch"](_RHYME, 8, 12, generator)
+            loss = parts["cross_entropy"](model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            parts["clip_gradients"](model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return model, losses
+
+    model, losses = t.mutate(train, steps=steps)
+    return model, losses
+
+
+@training.requires("a new model's loss is about that of guessing evenly")
+def _(parts, t):
+    model = _small_model(parts)
+    inputs, targets = parts["get_batch"](_RHYME, 8, 12, _generator(3))
+    loss = t.mutate(parts["cross_entropy"], model(inputs), targets).item()
+    t.true(
+        abs(loss - math.log(7)) < 0.3,
+        f"The loss of a new model is {loss:.2f}; guessing evenly among 7 tokens gives "
+        f"{math.log(7):.2f}.",
+    )
+
+
+@training.requires(
+    "the loss at one position depends on no later token but its own target",
+    "If the targets are one step ahead and the mask hides the future, changing the last "
+    "input changes only the last prediction.",
+)
+def _(parts, t):
+    model = _small_model(parts)
+    inputs, targets = parts["get_batch"](_RHYME, 3, 12, _generator(4))
+    t.trace.append("targets are inputs" if torch.equal(inputs, targets) else "")
+    t.equal(
+        inputs[:, 1:].clone(), targets[:, :-1].clone(), "the inputs from the second on"
+    )
+    changed = inputs.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 7
+    with torch.no_grad():
+        before, after = (
+            float(parts["cross_entropy"](model(ids)[:, :-1], targets[:, :-1]))
+            for ids in (inputs, changed)
+        )
+    t.trace.append(abs(before - after) < 1e-5)
+    t.true(
+        abs(before - after) < 1e-5,
+        f"The loss before the last position went from {before:.4f} to {after:.4f} when "
+        "the last input changed: the model sees what it is to predict.",
+    )
+
+
+@training.requires(
+    "a short training brings the loss of a regular text near 0",
+    "All parts passed alone. Are they the ones of this notebook, or older versions?",
+)
+def _(parts, t):
+    _, losses = _losses_of_training(t, parts, 60)
+    end = sum(losses[-5:]) / 5
+    t.true(
+        end < 0.5,
+        f"After 60 steps on a text that repeats itself the loss is {end:.2f}; it began "
+        f"at {losses[0]:.2f}, and below 0.5 is expected.",
+    )
+
+
+def _backwards_model(config):
+    """A Transformer that reads from the end: it sees what it is to predict."""
+    model = reference_part("forward_pass", "Transformer")(config)
+    forward = model.forward
+    model.forward = lambda ids: forward(ids.flip(1)).flip(1)
+    return model
+
+
+def _late_batch(data, batch_size, t, generator=None):
+    inputs, _ = _cut(data, _draw(data, batch_size, t, generator), t)
+    return inputs, inputs.clone()
+
+
+training.fault(
+    "targets_are_inputs",
+    "Inputs and targets are the same tokens, so there is nothing to predict.",
+    {"get_batch": _late_batch},
+)
+training.fault(
+    "sees_the_future",
+    "The model's output at a position depends on later tokens, so the answer is among "
+    "its inputs.",
+    {"Transformer": _backwards_model},
+)
+
+
+class _Still(_AdamW):
+    def update(self, p, g, state, group):
+        pass
+
+
+training.fault(
+    "nothing_moves",
+    "The optimizer changes nothing that the model uses.",
+    {"AdamW": _Still},
+)
+training.fault(
+    "loss_of_probabilities",
+    "The loss takes a softmax of what is already one, or adds up what it should average.",
+    {"cross_entropy": lambda logits, targets: _losses(logits, targets).sum()},
+)
