@@ -441,6 +441,8 @@ class TestJoint:
     def test_missing_part(self, joint):
         with pytest.raises(CourseError, match="needs softmax"):
             evaluate_joint("sums_to_one", {})
+        with pytest.raises(CourseError, match="no joint"):
+            evaluate_joint("sums_to_two", {})
 
 
 def raw(scores):

@@ -715,13 +715,7 @@ def test_a_module_that_repeats_keys_before_turning_them_fits():
     assert report.status == "passed", report.message
 
 
-def test_nothing_is_shown_while_the_builder_runs(monkeypatch):
-    monkeypatch.setenv("COURSE_BUILD", "1")
-    explore(lambda n: pytest.fail("drawn"), n=(0, 3, 1))
-
-
-def test_sliders_call_draw_with_their_first_values(monkeypatch):
-    monkeypatch.delenv("COURSE_BUILD", raising=False)
+def test_sliders_call_draw_with_their_first_values():
     drawn = []
     explore(lambda n, m: drawn.append((n, m)), n=(0, 3, 1), m=(2, 9, 5))
     assert drawn == [(1, 5)]

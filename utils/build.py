@@ -237,7 +237,12 @@ def notebook(source: LessonSource, solved: bool):
                     "name": "python3",
                 },
                 "language_info": {"name": "python"},
-                "course": {**source.about, "exercises": source.exercises},
+                "course": {
+                    **source.about,
+                    "exercises": [
+                        {"name": n, **e} for n, e in source.exercises.items()
+                    ],
+                },
             },
             "cells": cells,
         }
@@ -493,9 +498,11 @@ def claims_page(sources) -> str:
                 about = output.get("data", {}).get(CLAIM)
                 if about:
                     found.append((about["number"], source.file, about))
+    columns = ("sentence", "source", "measured", "verdict")
     rows = [
-        f"| {number} | {about['sentence']} | {about['source']} | {about['measured']} | "
-        f"{about['verdict']} | [{file}](solutions/{file}.ipynb) |"
+        f"| {number} | "
+        + " | ".join(about[column].replace("|", "\\|") for column in columns)
+        + f" | [{file}](solutions/{file}.ipynb) |"
         for number, file, about in sorted(
             found, key=lambda row: (not row[0].startswith("S"), row[0], row[1])
         )

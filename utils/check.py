@@ -102,9 +102,6 @@ def check_joint(name: str, **answers):
     answers: the parts by name, the learner's own or the reference, as this
     notebook uses them.
     """
-    import_specifications()
-    if name not in Joint.registry:
-        raise CourseError(f"`{name}` is no joint of this course.")
     report = evaluate_joint(name, answers)
     show(report.message, report.html)
     if report.status != "passed" and strict():
@@ -126,7 +123,10 @@ def evaluate(candidate, name: str | None = None) -> Report:
 
 def evaluate_joint(name: str, answers: dict) -> Report:
     """Check the joint `name` on `answers`, the parts by name."""
-    import_specifications()
+    if name not in Joint.registry:
+        import_specifications()
+    if name not in Joint.registry:
+        raise CourseError(f"`{name}` is no joint of this course.")
     joint = Joint.registry[name]
     missing = set(joint.parts) - set(answers)
     if missing:
@@ -362,9 +362,14 @@ def _one_line(error) -> str:
 
 @cache
 def import_specifications() -> None:
-    """Register the exercises of every lesson."""
+    """Register the exercises and joints of every lesson."""
     for path in sorted((Path(__file__).parent / "exercises").glob("[a-z]*.py")):
         import_module(f"utils.exercises.{path.stem}")
+
+
+def is_exercise(name) -> bool:
+    """Is this the name of an exercise of the course?"""
+    return name in Exercise.registry or course.lesson_of(name) is not None
 
 
 def find_exercise(name: str) -> Exercise:
@@ -388,11 +393,10 @@ def _name_of(answer, name, frame) -> str:
     if name is not None:
         return name
     written = _argument_in_call(frame)
-    import_specifications()
-    if written in Exercise.registry:
+    if is_exercise(written):
         return written
     own = getattr(answer, "__name__", None)
-    return own if own in Exercise.registry else written or own or type(answer).__name__
+    return own if is_exercise(own) else written or own or type(answer).__name__
 
 
 def _argument_in_call(frame) -> str | None:
@@ -464,8 +468,7 @@ def main(arguments=None) -> int:
     options = parser.parse_args(arguments)
     try:
         defined = load_file(options.file)
-        import_specifications()
-        names = options.names or [n for n in defined if n in Exercise.registry]
+        names = options.names or [n for n in defined if is_exercise(n)]
         if not names:
             raise CourseError(f"{options.file} defines no exercise of this course.")
         for name in names:

@@ -16,7 +16,7 @@ class Lesson:
     title: str
     summary: str
     minutes: int
-    exercises: dict[str, dict]  # name → {"difficulty": 1 to 5, "minutes": …}
+    exercises: dict[str, dict]  # in order: name → {"difficulty": 1 to 5, "minutes": …}
 
     @property
     def slug(self) -> str:
@@ -35,8 +35,9 @@ def lessons() -> tuple[Lesson, ...]:
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         try:
             about = json.loads(path.read_text(encoding="utf-8"))["metadata"]["course"]
-            found.append(Lesson(path.stem, **about))
-        except (ValueError, KeyError, TypeError):
+            exercises = {each.pop("name"): each for each in about.pop("exercises")}
+            found.append(Lesson(path.stem, exercises=exercises, **about))
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a notebook that is no lesson of the course, or is damaged
     return tuple(found)
 

@@ -47,9 +47,10 @@ class Crashed(Exception):
 
 @dataclass(frozen=True)
 class Raised:
-    """Stands in a trace for a call that raised."""
+    """Stands in a trace for a call that raised; another message, another mistake."""
 
     type: str
+    message: str
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Trial:
         except BaseException as error:
             if isinstance(error, NotImplementedError) and not error.args:
                 raise NotWritten(error) from error
-            self.trace.append(Raised(type(error).__name__))
+            self.trace.append(Raised(type(error).__name__, str(error)))
             raise Crashed(error, self.called) from error
         self.trace.append(snapshot(result))
         return result
@@ -439,11 +440,11 @@ def rounded_once(value):
 
 def to_meta(value):
     """On the device that computes shapes alone; modules as copies."""
-    if isinstance(value, nn.Module):
-        return copy.deepcopy(value).to("meta")
-    if isinstance(value, (tuple, list)):
-        return type(value)(to_meta(each) for each in value)
-    return convert(value, lambda x: x.to("meta"))
+
+    def move(x):
+        return (copy.deepcopy(x) if isinstance(x, nn.Module) else x).to("meta")
+
+    return convert(value, move)
 
 
 def is_float(value):

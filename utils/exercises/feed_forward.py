@@ -1,5 +1,6 @@
 """Lesson 05: the feed-forward network."""
 
+import copy
 import math
 from fractions import Fraction
 from functools import partial
@@ -422,6 +423,8 @@ def _(answer, t):
     t.agrees(module, oracle, probe(3, 4, 5, seed=8))
     module.eval()
     t.agrees(module, oracle, probe(2, 3, 5, seed=7))
+    module = copy.deepcopy(module)
+    oracle = feed_forward_values(tent, module)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         module.to(dtype)
         t.agrees(module, oracle, probe(2, 3, 5, seed=7, dtype=dtype))
@@ -443,7 +446,7 @@ def _(answer, t):
 @feed_forward.requires("it creates nothing on another device")
 def _(answer, t):
     module = built(answer, t, 5, 7, torch.relu)
-    t.any_device(module.to("meta"), probe(2, 3, 5))
+    t.any_device(module, probe(2, 3, 5))
 
 
 def two_layers(forward, bias=False, up="w_1", down="w_2"):
@@ -750,6 +753,8 @@ def _(answer, t):
     t.agrees(module, oracle, probe(3, 4, 5, seed=8))
     module.eval()
     t.agrees(module, oracle, probe(2, 3, 5, seed=7))
+    module = copy.deepcopy(module)
+    oracle = swiglu_values(module)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         module.to(dtype)
         t.agrees(module, oracle, probe(2, 3, 5, seed=7, dtype=dtype))
@@ -771,7 +776,7 @@ def _(answer, t):
 @swiglu.requires("it creates nothing on another device")
 def _(answer, t):
     module = built(answer, t, 5, 7)
-    t.any_device(module.to("meta"), probe(2, 3, 5))
+    t.any_device(module, probe(2, 3, 5))
 
 
 def three_maps(forward, bias=False, names=THREE):

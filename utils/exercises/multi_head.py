@@ -642,6 +642,7 @@ def _(answer, t):
     lengths = torch.tensor([5, 2, 3])
     padding = (torch.arange(5) < lengths[:, None])[:, None, None, :]  # B 1 1 T
     own = torch.stack([causal(5).roll(h, -1) | torch.eye(5).bool() for h in range(4)])
+    own[:, :, 0] = True  # with padding too, every query sees something
     t.agrees(module, oracle, x, padding)
     t.agrees(module, oracle, x, padding & causal(5))
     t.agrees(module, oracle, x, mask=own)
@@ -1577,6 +1578,15 @@ def _(d_model, n_heads, n_kv_heads, d_head):
 )
 def _(d_model, n_heads, n_kv_heads, d_head):
     return 2 * d_model * (d_model // n_heads) * (n_heads + n_kv_heads)
+
+
+@parameters.fault(
+    "square_queries_and_output",
+    "w_q and w_o are counted as d_model × d_model. They are square only if the heads "
+    "fill d_model.",
+)
+def _(d_model, n_heads, n_kv_heads, d_head):
+    return 2 * d_model**2 + 2 * d_model * n_kv_heads * d_head
 
 
 @parameters.fault(

@@ -1402,6 +1402,16 @@ def _(x, sublayer, norm):
     return norm(x)
 
 
+@post.fault(
+    "stream_added_to_itself",
+    "The stream is added to itself: what the sublayer returned is bound to a name that "
+    "is never used.",
+)
+def _(x, sublayer, norm):
+    sublayer(x)
+    return norm(x + x)
+
+
 @post.fault("double_residual", DOUBLE)
 def _(x, sublayer, norm):
     return norm(x + x + sublayer(x))

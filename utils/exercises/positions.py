@@ -1182,6 +1182,17 @@ def _(n_heads, t_q, t_k):
 
 
 @bias.fault(
+    "top_left_signed",
+    "The queries are taken for the first positions. They are the last: with a cache, one "
+    "query stands at the end of all keys. As it is, keys that it may look at count as "
+    "later ones, and get a reward.",
+)
+def _(n_heads, t_q, t_k):
+    _distance(t_q, t_k)
+    return _steep(n_heads) * (torch.arange(t_k) - torch.arange(t_q)[:, None])
+
+
+@bias.fault(
     "counted_from_the_key",
     "slope · key position is returned. Softmax ignores what a whole row has in common, so "
     "the weights come out right; but the bias is to be 0 on the diagonal, and "

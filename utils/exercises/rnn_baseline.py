@@ -1317,7 +1317,7 @@ def _(answer, t):
 @language_model.requires("it creates nothing on another device")
 def _(answer, t):
     model, _ = _loaded(t, answer)
-    t.any_device(model.to("meta"), probe_ids(2, 4, below=11))
+    t.any_device(model, probe_ids(2, 4, below=11))
 
 
 class _Model(nn.Module):
