@@ -598,6 +598,8 @@ def describe(value):
         return f"tensor({sizes}){kind}"
     if isinstance(value, nn.Module):
         return type(value).__name__
+    if isinstance(value, torch.Generator):
+        return "a generator"  # its repr holds an address
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
     return short(value, 60)
