@@ -89,6 +89,6 @@ def course_map() -> None:
         last = f"Next: lesson {following.number}, {following.title}: {', '.join(left)}."
     show(
         "\n".join([*text, last]),
-        f"<table><tr><th></th><th style="text-align:left">lesson</th><th>time</th><th>your exercises</th></tr>"
-        f"{''.join(rows)}</table><p>{last}</p>",
+        '<table><tr><th></th><th style="text-align:left">lesson</th><th>time</th>'
+        f"<th>your exercises</th></tr>{''.join(rows)}</table><p>{last}</p>",
     )
