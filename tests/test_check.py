@@ -396,6 +396,15 @@ class TestTrial:
         assert probe(4000).mean().abs() < 0.05
         assert abs(probe(4000).std() - 1) < 0.05
 
+    def test_a_change_inside_a_container_is_noticed(self):
+        def grow(numbers, names):
+            numbers[1] = 0
+            return numbers
+
+        with pytest.raises(Unmet, match="its input `numbers` in place"):
+            Trial().call(grow, [1, 2], {"a": (3, "b")})
+        assert Trial().call(lambda numbers: 1, [1, {"a": b"c"}, None]) == 1
+
     def test_nan_is_never_close(self):
         nan = torch.tensor([torch.nan])
         for expected in (torch.tensor([0.0]), torch.tensor([torch.inf])):

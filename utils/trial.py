@@ -425,7 +425,7 @@ def unchanged(before, after):
         return before.keys() == after.keys() and all(
             unchanged(before[k], after[k]) for k in before
         )
-    return True
+    return before is after or same_value(before, after)
 
 
 def convert(value, change):
