@@ -41,7 +41,7 @@ def run(cells, folder, **variables):
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     return dict(zip(cells, json.loads(result.stdout), strict=True))
@@ -51,7 +51,7 @@ def run_in_kernel(made, folder, **variables):
     """Execute a notebook in a real kernel, errors included; returns its cells."""
     client = NotebookClient(
         made,
-        timeout=120,
+        timeout=600,
         kernel_name="python3",
         allow_errors=True,
         extra_arguments=["--log-level=ERROR"],
