@@ -82,13 +82,3 @@ def code(made) -> list[str]:
 def bootstrap(file: str) -> str:
     """The first cell of a lesson's notebook."""
     return code(lesson_notebook(file))[0]
-
-
-def with_answers(file: str, answers: dict):
-    """The learner's notebook with exercise cells replaced, by the exercise's name."""
-    made = lesson_notebook(file)
-    for cell in made.cells:
-        name = cell.metadata.get("nbgrader", {}).get("grade_id")
-        if name in answers:
-            cell.source = answers[name]
-    return made
