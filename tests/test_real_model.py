@@ -11,6 +11,7 @@ import torch
 
 from solutions.forward_pass import Transformer, TransformerConfig, generate, sample
 from solutions.tokenizer import BPETokenizer
+from tests.notebooks import environment
 from utils import chat, real_model
 from utils.real_model import ModelProblem
 
@@ -82,6 +83,37 @@ def test_another_architecture_is_a_sentence(tmp_path):
     writer.close()
     with pytest.raises(ModelProblem, match="architecture qwen2"):
         real_model.read(path)
+
+
+SHORT_OF_MEMORY = """
+import resource
+from solutions.forward_pass import Transformer, TransformerConfig
+from solutions.tokenizer import BPETokenizer
+from utils import real_model
+import gguf
+
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + {megabytes} * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+print(real_model.load_or_explain(TransformerConfig, Transformer, BPETokenizer))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.parametrize("megabytes", [60, 500])
+def test_too_little_memory_is_a_sentence(megabytes):
+    """60 MB end while the file is read, 500 MB while its tensors are unpacked."""
+    loaded()
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY.format(megabytes=megabytes)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "not enough memory for the model" in done.stdout, done.stderr[-500:]
+    assert "(None, None)" in done.stdout
 
 
 def weights_of(model):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from solutions import training as reference
+from tests import notebooks
 from utils.check import evaluate
 from utils.probe import probe, probe_ids
 
@@ -527,3 +529,35 @@ def clip_zero_for_missing(parameters, max_norm):
 )
 def test_wrong_clippings(answer):
     reject(answer, "clip_gradients")
+
+
+# Training on several devices ---------------------------------------------------------
+
+
+def two_processes():
+    """The lesson's own function, as it stands in its cell."""
+    cells = notebooks.code(notebooks.lesson_notebook("09_training"))
+    (cell,) = [cell for cell in cells if "def run_two_processes" in cell]
+    names = {}
+    exec(cells[1] + "\n" + cell, names)
+    return names["run_two_processes"]
+
+
+def test_without_gloo_the_lesson_says_so(monkeypatch):
+    run = two_processes()
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    assert run() == "this build of PyTorch has no gloo"
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert run() == "this build of PyTorch has no gloo"
+
+
+@pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="needs gloo",
+)
+def test_processes_that_fail_are_a_sentence(monkeypatch):
+    run = two_processes()
+    monkeypatch.setitem(run.__globals__, "SCRIPT", "raise SystemExit(3)")
+    assert run().startswith("the processes ended without a result (exit code ")
+    monkeypatch.setattr(sys, "executable", "no such interpreter")
+    assert run() == "the processes did not run (FileNotFoundError)"

@@ -5,6 +5,7 @@ kept in the cache folder (`COURSE_CACHE`, or the platform's), and its tensors ar
 to the names of the course's `Transformer`.
 """
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -178,6 +179,8 @@ def read(path: Path) -> RealModel:
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError, IndexError, KeyError) as error:
+        if getattr(error, "errno", None) == errno.ENOMEM:
+            raise MemoryError from error
         raise ModelProblem(
             f"{path} is not a GGUF file ({error}): delete it and run this cell again."
         ) from error
@@ -209,13 +212,7 @@ def read(path: Path) -> RealModel:
         "tied": not any(t.name == "output.weight" for t in reader.tensors),
         "style": "llama",
     }
-    try:
-        weights = {_course_name(t.name): _float32(t) for t in reader.tensors}
-    except MemoryError as error:
-        raise ModelProblem(
-            "there is not enough memory for the model, which needs about 1.5 GB while "
-            "it loads: close other programs or notebooks and run this cell again."
-        ) from error
+    weights = {_course_name(t.name): _float32(t) for t in reader.tensors}
     tokens = field("tokenizer.ggml.tokens")
     kinds = field("tokenizer.ggml.token_type")
     as_byte = {letter: byte for byte, letter in _letters().items()}
@@ -268,16 +265,27 @@ def load(config_class, transformer, tokenizer, path: Path | None = None, **chang
     config_class, transformer, tokenizer: the classes, the learner's or the reference.
     changes: fields of the configuration to set otherwise, such as `max_len`.
     """
-    held = read(fetch() if path is None else path)
-    config = config_class(**(held.sizes | changes))
+    path = fetch() if path is None else path
     try:
-        with torch.device("meta"):
+        held = read(path)
+        config = config_class(**(held.sizes | changes))
+        try:
+            with torch.device("meta"):
+                model = transformer(config)
+        except Exception:  # an answer that reads values while it is built
             model = transformer(config)
-    except Exception:  # an answer that reads values while it is built
-        model = transformer(config)
-    fill(model, held.weights)
-    return model.eval(), tokenizer(
-        held.vocab, held.merges, held.special_tokens, PATTERN
+        fill(model, held.weights)
+        held_tokenizer = tokenizer(
+            held.vocab, held.merges, held.special_tokens, PATTERN
+        )
+        return model.eval(), held_tokenizer
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+    # Outside the handler, where what was read so far is free again.
+    raise ModelProblem(
+        "there is not enough memory for the model, which needs about 1.5 GB while it "
+        "loads: close other programs or notebooks and run this cell again."
     )
 
 
