@@ -485,7 +485,7 @@ def drop_by_sort(experts, n_experts, capacity):
     counts = torch.bincount(line, minlength=n_experts)
     start = (counts.cumsum(0) - counts)[line[order]]
     kept = torch.empty_like(line, dtype=torch.bool)
-    kept[order] = torch.arange(len(line)) - start < capacity
+    kept[order] = torch.arange(len(line), device=line.device) - start < capacity
     return kept.reshape(experts.shape[::-1]).T
 
 
@@ -661,7 +661,23 @@ def _k_of_zero(self, d_model, d_ff, n_experts, k):
     Mixture.__init__(self, d_model, d_ff, n_experts, max(k, 1))
 
 
+def _sum_on_the_cpu(self, x, weights, ids):
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    return out + Mixture.mix(self, x, weights, ids)
+
+
+def _bare_router(self, d_model, d_ff, n_experts, k):
+    Mixture.__init__(self, d_model, d_ff, n_experts, k)
+    del self.router
+    self.router = nn.Parameter(torch.randn(n_experts, d_model))
+
+
 WRONG_LAYERS = {
+    "sum on the cpu": layer_with(mix=_sum_on_the_cpu),
+    "router as a parameter": layer_with(
+        __init__=_bare_router,
+        route=lambda self, x: reference.top_k_routing(x @ self.router.T, self.top),
+    ),
     "absolute scores": layer_with(route=_absolute),
     "noise in training": layer_with(route=_noisy),
     "capacity": layer_with(mix=_dropping),
@@ -758,6 +774,20 @@ WRONG_DROPPING = {
 @pytest.mark.parametrize("case", WRONG_DROPPING)
 def test_wrong_droppings_fail(case):
     fails(dropping(WRONG_DROPPING[case]), "drop_over_capacity")
+
+
+def test_a_tensor_created_without_its_device_is_found():
+    def drop_over_capacity(experts, n_experts, capacity):
+        fits(capacity)
+        kept = torch.zeros(experts.shape, dtype=torch.bool)
+        for e in range(n_experts):
+            column, row = torch.where(e == experts.T)
+            kept[row[:capacity], column[:capacity]] = True
+        return kept
+
+    report = evaluate(drop_over_capacity)
+    assert report.status == "failed"
+    assert "on which device" in report.message
 
 
 def test_queues_that_are_kept_fail():

@@ -25,7 +25,7 @@ from utils.exercises.forward_pass import (
     weights_for,
 )
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Unmet
+from utils.trial import Crashed, Explained, Unmet
 
 routing = Exercise("top_k_routing", lesson="mixture_of_experts")
 layer = Exercise("MixtureOfExperts", lesson="mixture_of_experts")
@@ -134,9 +134,39 @@ def filled(t, answer, d_model, d_ff, n_experts, k, seed=0):
 
 
 def is_module(module):
-    for name in ("router", "experts"):
-        if not hasattr(module, name):
+    for name, kinds, kind in (
+        ("router", nn.Module, "a module that can be called, `nn.Linear`"),
+        ("experts", (nn.ModuleList, nn.Sequential), "an `nn.ModuleList`"),
+    ):
+        part = getattr(module, name, None)
+        if part is None:
             raise Unmet(f"It has no part `{name}`.")
+        if not isinstance(part, kinds):
+            raise Unmet(f"`{name}` is of type {type(part).__name__}, expected {kind}.")
+
+
+def on_the_inputs_device(t, f, *args):
+    """Nothing is created without its device, even where values decide the way.
+
+    While it runs, `meta` is the device of what is created without one, and the inputs
+    are on the CPU.
+    """
+    message = (
+        "It creates a tensor without saying on which device: pass `device=x.device`, or "
+        "use what takes it from another tensor, as `torch.zeros_like` does."
+    )
+    try:
+        with torch.device("meta"):
+            result = t._run(f, args, {})
+    except Crashed as crash:
+        t.trace.pop()
+        if "meta" in str(crash.error).lower():
+            raise Explained(message) from crash
+        raise
+    t.trace.pop()
+    for each in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(each, torch.Tensor) and each.device.type == "meta":
+            raise Explained(message)
 
 
 def oracle_for(p, k):
@@ -244,6 +274,7 @@ def _(answer, t):
 def _(answer, t):
     for k in (1, 2):
         t.any_device(answer, scores(5, 4), k)
+        on_the_inputs_device(t, answer, scores(5, 4), k)
 
 
 def refused(k, n_experts):
@@ -672,6 +703,7 @@ def _(answer, t):
 def _(answer, t):
     module, _ = filled(t, answer, 5, 7, 4, 2, 12)
     t.any_device(module, probe(2, 3, 5))
+    on_the_inputs_device(t, module, probe(2, 3, 5))
 
 
 class Expert(nn.Module):
@@ -1193,7 +1225,9 @@ def _(answer, t):
 
 @balance.requires("it creates nothing on another device")
 def _(answer, t):
-    t.any_device(answer, shares(9, 5, 7), distinct_choices(9, 5, 2, 8), 5)
+    ids = distinct_choices(9, 5, 2, 8)
+    t.any_device(answer, shares(9, 5, 7), ids, 5)
+    on_the_inputs_device(t, answer, shares(9, 5, 7), ids, 5)
 
 
 def used(p, experts, n_experts):
@@ -1418,7 +1452,9 @@ def _(answer, t):
 
 @dropping.requires("it creates nothing on another device")
 def _(answer, t):
-    t.any_device(answer, distinct_choices(9, 4, 2, 9), 4, 2)
+    ids = distinct_choices(9, 4, 2, 9)
+    t.any_device(answer, ids, 4, 2)
+    on_the_inputs_device(t, answer, ids, 4, 2)
 
 
 def places(experts, n_experts, order="columns"):
