@@ -116,14 +116,8 @@ def torch_cross(x, memory, p, n_heads, mask=None):
     return out.nan_to_num(0.0)  # a position that may look at nothing
 
 
-OPTIONS = dict(
-    dropout=0.0,
-    activation=F.relu,
-    batch_first=True,
-    norm_first=True,
-    bias=False,
-    dtype=torch.float64,
-)
+BATCH = dict(batch_first=True, dtype=torch.float64)
+OPTIONS = dict(dropout=0.0, activation=F.relu, norm_first=True, bias=False) | BATCH
 
 
 def torch_layer(kind, p, c):
@@ -132,6 +126,10 @@ def torch_layer(kind, p, c):
     for i in (1, 2, 3):
         if f"norm_{i}" in p:
             setattr(layer, f"norm{i}", torch_norm(p[f"norm_{i}"], c))
+    return fill_layer(layer, p)
+
+
+def fill_layer(layer, p):
     fill_attention(layer.self_attn, own_weights(p, "attention"))
     if "norm_3" in p:
         fill_attention(layer.multihead_attn, own_weights(p, "cross_attention"))
@@ -203,15 +201,13 @@ def torch_transformer(p, c):
         layers[1][0], c.n_layers, torch_norm(p["decoder_norm"], c)
     )
     encoder.layers, decoder.layers = layers
-    return nn.Transformer(
-        c.d_model,
-        c.n_heads,
-        custom_encoder=encoder,
-        custom_decoder=decoder,
-        batch_first=True,
-        bias=False,
-        dtype=torch.float64,
+    machine = nn.Transformer(
+        c.d_model, c.n_heads, custom_encoder=encoder, custom_decoder=decoder, **BATCH
     )
+    for i in range(c.n_layers):  # it has given the matrices values of its own
+        for half, layer in (("encoder", encoder), ("decoder", decoder)):
+            fill_layer(layer.layers[i], own_weights(p, f"{half}.{i}"))
+    return machine
 
 
 class Oracle:
@@ -580,7 +576,7 @@ def model_with(knob="", change=None, shared_block=False):
         def embed(self, ids, half):
             c, t = self.config, ids.shape[1]
             unchecked = f"{half}_length_unchecked"
-            if t > c.max_len and knob not in (unchecked, "lengths_unchecked"):
+            if t > c.max_len and knob != unchecked:
                 raise ValueError(f"{t} tokens, max_len {c.max_len}")
             x = self.held()["embedding"][ids]
             if knob == "embedding_scaled":
@@ -1017,7 +1013,6 @@ CROSS_FAULTS = {
     "first_memory_kept": "The keys and values of the first call are kept in the module and "
     "used for every later one. Nothing may stay in it: the caller keeps the pair.",
 }
-CROSS_AFTER = {"after_the_softmax"}
 for name, sentence in CROSS_FAULTS.items():
     cross.fault(name, sentence, cross_with(name))
 cross.fault(
@@ -1360,3 +1355,943 @@ class _(Holder):
         shapes = decoder_shapes(config)
         del shapes["norm_3"]
         super().__init__(shapes)
+
+
+# EncoderDecoder -----------------------------------------------------------------------
+
+model_ = Exercise("EncoderDecoder", lesson="encoder_decoder")
+OTHER = Sizes(17, 10, 3, 5, 14, 9, norm_eps=1e-3, pad_id=0)
+
+
+def made_model(answer, t, c, seed):
+    weights = weights_for(model_shapes(c), seed)
+    module = load_all(t, t.call(answer, c), weights)
+    return module, Oracle(weights, c)
+
+
+def sources(lengths, c, seed):
+    """Rows of these lengths without padding in them, filled up with it."""
+    ids = probe_ids(len(lengths), max(lengths), below=c.vocab_size - 1, seed=seed)
+    ids = ids + (ids >= c.pad_id)  # every token but the padding
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return torch.where(real, ids, c.pad_id)
+
+
+def agree(t, actual, expected, what, module):
+    like = next(module.parameters())
+    tolerance = SINES if like.dtype == torch.float64 else None
+    t.close(actual, expected, what, like=like, tolerance=tolerance)
+
+
+@model_.requires(
+    "embedding, encoder, encoder_norm, decoder, decoder_norm and head are there",
+    "One embedding serves both halves; `encoder` and `decoder` are an `nn.ModuleList` "
+    "each; every norm is an `RMSNorm`.",
+)
+def _(answer, t):
+    for c in (SMALL, OTHER):
+        module = t.call(answer, c)
+        t.parameter_count(module, numbers_in(model_shapes(c)))
+        load_all(t, module, weights_for(model_shapes(c), 0))
+
+
+@model_.requires("each block is an object of its own")
+def _(answer, t):
+    module = t.call(answer, OTHER)
+    for half in ("encoder", "decoder"):
+        blocks = list(getattr(module, half)._modules.values())
+        t.equal(len(blocks), 3, f"the number of blocks in `{half}`")
+        names = [dict(b.named_parameters())["attention.w_q.weight"] for b in blocks]
+        alike = any(torch.equal(names[0], other) for other in names[1:])
+        t.true(not alike, f"The blocks of `{half}` start with the same values.")
+
+
+@model_.requires(
+    "encode: embedding plus positions, every block, the norm; and the mask of the source",
+    "The encoder hides nothing but padding. Print the mask for one row: it is "
+    "`(B, 1, 1, S)`, boolean, True where there is text.",
+)
+def _(answer, t):
+    for c, seed in ((replace(SMALL, n_layers=1), 400), (OTHER, 500)):
+        module, oracle = made_model(answer, t, c, seed)
+        source = sources([7, 7], c, seed=1)
+        result = t.call(module.encode, source)
+        t.is_tuple(result, 2, "the result of encode")
+        agree(t, result[0], oracle.encode(source), "the memory", module)
+        t.equal(result[1], torch.ones(2, 1, 1, 7, dtype=torch.bool), "its mask")
+
+
+@model_.requires(
+    "a source with padding at the end is read as without it",
+    "Which token is padding stands in `config.pad_id`; `source != pad_id` says where text "
+    "is. Who must not look at the rest?",
+)
+def _(answer, t):
+    module, oracle = made_model(answer, t, SMALL, seed=600)
+    lengths = [7, 3, 1, 5]
+    source = sources(lengths, SMALL, seed=2)
+    memory, mask = t.call(module.encode, source)
+    real = torch.arange(7) < torch.tensor(lengths)[:, None]
+    t.equal(mask, real[:, None, None], "the mask")
+    for row, n in enumerate(lengths):
+        alone = oracle.encode(source[row : row + 1, :n])
+        agree(t, memory[row : row + 1, :n], alone, f"row {row} of the memory", module)
+
+
+@model_.requires(
+    "decode: each target position sees itself, what came before, and the whole memory",
+    "Change the last token of the target and see which logits move: only the last may.",
+)
+def _(answer, t):
+    for c, seed in ((replace(SMALL, n_layers=1), 700), (OTHER, 800)):
+        module, oracle = made_model(answer, t, c, seed)
+        memory = probe(2, 7, c.d_model, seed=3)
+        target = probe_ids(2, 5, below=c.vocab_size, seed=4)
+        actual = t.call(module.decode, target, memory)
+        agree(t, actual, oracle.decode(target, memory.double()), "the logits", module)
+        real = torch.arange(7) < torch.tensor([7, 4])[:, None]
+        actual = t.call(module.decode, target, memory, real[:, None, None])
+        expected = oracle.decode(target, memory.double(), real)
+        agree(t, actual, expected, "with a mask, the logits", module)
+
+
+@model_.requires(
+    "decode takes a list with one pair of keys and values for each block, too",
+    "`isinstance(memory, list)`; block i gets the i-th.",
+)
+def _(answer, t):
+    c = OTHER
+    module, oracle = made_model(answer, t, c, seed=900)
+    memory = probe(2, 7, c.d_model, seed=5)
+    target = probe_ids(2, 5, below=c.vocab_size, seed=6)
+    kept = [
+        tuple(
+            y.float()
+            for y in torch_pair(
+                memory, own_weights(oracle.p, f"decoder.{i}.cross_attention"), c.n_heads
+            )
+        )
+        for i in range(c.n_layers)
+    ]
+    actual = t.call(module.decode, target, kept)
+    agree(t, actual, oracle.decode(target, memory.double()), "the logits", module)
+
+
+@model_.requires(
+    "source and target together give nn.Transformer's logits, padding included",
+    "`forward` is `encode`, then `decode` with both of its results.",
+)
+def _(answer, t):
+    for c, seed in ((SMALL, 1_000), (OTHER, 1_100)):
+        module, oracle = made_model(answer, t, c, seed)
+        source = sources([6, 2, 4], c, seed=7)
+        target = probe_ids(3, 5, below=c.vocab_size, seed=8)
+        agree(t, t.call(module, source, target), oracle(source, target), "they", module)
+        longest = c.max_len
+        source = sources([longest, 1], c, seed=9)
+        target = probe_ids(2, longest, below=c.vocab_size, seed=10)
+        agree(t, t.call(module, source, target), oracle(source, target), "they", module)
+
+
+@model_.requires(
+    "a row of padding alone is a ValueError that names the row",
+    "Such a row has nothing to look at: the model would answer from nothing, or with NaN. "
+    "Find the first row in which no token is real.",
+)
+def _(answer, t):
+    module, _ = made_model(answer, t, SMALL, seed=1_200)
+    target = probe_ids(3, 4, below=23)
+    everything = torch.full((1, 6), SMALL.pad_id)
+    t.raises(ValueError, module, everything, target[:1], because="a source of padding")
+    for row in (1, 2):
+        source = sources([5, 4, 3], SMALL, seed=11)
+        source[row] = SMALL.pad_id
+        for f, args in ((module.encode, (source,)), (module, (source, target))):
+            t.raises(ValueError, f, *args, mentions=(row,), because=f"row {row} is padding")
+
+
+@model_.requires("an empty source is a ValueError")
+def _(answer, t):
+    for c in (SMALL, OTHER):
+        module, _ = made_model(answer, t, c, seed=1_300)
+        empty = torch.empty(2, 0, dtype=torch.int64)
+        t.raises(ValueError, module, empty, probe_ids(2, 4, below=9), because="no token")
+
+
+@model_.requires("a source or target longer than max_len is a ValueError that names both")
+def _(answer, t):
+    module, _ = made_model(answer, t, SMALL, seed=1_400)
+    short, long = sources([5, 5], SMALL, seed=12), sources([12, 12], SMALL, seed=13)
+    for what, args in (("source", (long, short)), ("target", (short, long))):
+        t.raises(
+            ValueError,
+            module,
+            *args,
+            mentions=(12, 11),
+            because=f"a {what} of 12 tokens where max_len is 11",
+        )
+
+
+@model_.requires("float64, `eval()` and a second call of other sizes work")
+def _(answer, t):
+    module, oracle = made_model(answer, t, SMALL, seed=1_500)
+    module = module.double().eval()
+    for lengths, size in (((4, 6), 3), ((2,), 8), ((5, 1, 3), 1)):
+        source = sources(list(lengths), SMALL, seed=14)
+        target = probe_ids(len(lengths), size, below=23, seed=15)
+        agree(t, t.call(module, source, target), oracle(source, target), "they", module)
+
+
+@model_.requires("gradients reach every parameter")
+def _(answer, t):
+    module, _ = made_model(answer, t, SMALL, seed=1_600)
+    trained(t, module, sources([7, 5, 2], SMALL, seed=16), probe_ids(3, 5, below=23))
+
+
+@model_.requires("it creates nothing on another device")
+def _(answer, t):
+    module, _ = made_model(answer, t, SMALL, seed=1_700)
+
+    class Decode(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = module
+
+        def forward(self, target, memory):
+            return self.model.decode(target, memory)
+
+    t.any_device(Decode(), probe_ids(2, 5, below=23), probe(2, 7, 12))
+    t.any_device(module, sources([4, 3], SMALL, seed=17), probe_ids(2, 5, below=23))
+
+
+MODEL_FAULTS = {
+    "two_embeddings": "There is an embedding for each half; one serves both.",
+    "head_tied": "The head is the embedding's matrix. Here it is one of its own.",
+    "no_encoder_norm": "There is no `encoder_norm`. With pre-norm blocks nothing else "
+    "brings the memory to size.",
+    "encoder_norm_unused": "`encoder_norm` is made but not used: the memory leaves the "
+    "encoder without it.",
+    "decoder_norm_unused": "`decoder_norm` is made but not used.",
+    "no_positions": "Nothing tells where a token stands: `sinusoidal` is missing.",
+    "no_source_positions": "The source has no positions. The encoder would read a bag of "
+    "letters.",
+    "no_target_positions": "The target has no positions.",
+    "embedding_scaled": "The embedding is multiplied by √d_model, as in the paper of 2017. "
+    "Here it is not.",
+    "encoder_causal": "The encoder hides what comes later. It may see all of the source.",
+    "encoder_unused": "The encoder's blocks are not used: the memory is the embedding.",
+    "encoder_sees_padding": "The encoder looks at padding: `attention` in its blocks needs "
+    "the mask of the source.",
+    "cross_sees_padding": "The decoder looks at padding: its blocks need the mask of the "
+    "source as `memory_mask`.",
+    "padding_seen": "Padding is looked at by both halves.",
+    "padding_is_0": "Padding is taken to be token 0. Which token it is stands in "
+    "`config.pad_id`.",
+    "mask_flat": "The mask is `(B, S)`. It must broadcast to `(B, H, T, S)`, so it needs "
+    "two dimensions of size 1 in the middle.",
+    "no_mask": "The decoder sees later tokens of the target, and so the answer.",
+    "mask_upside_down": "The decoder's mask is upside down.",
+    "one_ahead": "The decoder sees one token ahead: exactly the one that it is asked for.",
+    "blocks_reversed": "The blocks of the decoder run in reverse.",
+    "first_pair_for_all": "Every block gets the first block's keys and values. Each has a "
+    "`w_k` and a `w_v` of its own.",
+    "each_layer_its_own": "Block i of the decoder looks at what block i of the encoder "
+    "left. All of them look at the same memory, the end of the encoder.",
+    "shifted_inside": "The target is shifted in the model. Who calls it has done that "
+    "already, with `shift_right`.",
+    "source_and_target_exchanged": "Source and target are exchanged.",
+    "probabilities": "The result is probabilities; logits are asked for.",
+    "last_position_only": "Only the last position's logits come back. Training needs all.",
+    "padding_accepted": "A row of padding alone is accepted. It has nothing to look at, so "
+    "its answer comes from nothing, and nobody is told.",
+    "only_a_whole_batch_of_padding": "Padding alone is refused only where all rows are "
+    "padding. One such row between others is as wrong, and harder to see.",
+    "row_not_named": "The message does not say which row is padding.",
+    "empty_accepted": "An empty source is accepted.",
+    "source_length_unchecked": "A source longer than `max_len` is accepted.",
+    "target_length_unchecked": "A target longer than `max_len` is accepted.",
+}
+for name, sentence in MODEL_FAULTS.items():
+    model_.fault(name, sentence, model_with(name))
+model_.fault(
+    "one_block_several_times",
+    "One block stands in every place: `[Block(config)] * n` makes one object. Each layer "
+    "needs its own.",
+    model_with(shared_block=True),
+)
+
+
+# translate ----------------------------------------------------------------------------
+
+translation = Exercise("translate", lesson="encoder_decoder")
+START, END = 5, 3
+
+
+class ToyAttention(nn.Module):
+    """Cross-attention of two heads with fixed weights."""
+
+    def __init__(self, d_model, seed):
+        super().__init__()
+        self.w_q, self.w_k, self.w_v = (
+            nn.Linear(d_model, d_model, bias=False) for _ in range(3)
+        )
+        with torch.no_grad():
+            for i, w in enumerate((self.w_q, self.w_k, self.w_v)):
+                w.weight.copy_(probe(d_model, d_model, seed=seed + i, scale=0.6))
+
+    def keys_values(self, memory):
+        return heads_of(self.w_k(memory), 2), heads_of(self.w_v(memory), 2)
+
+    def forward(self, x, memory, mask):
+        k, v = memory if isinstance(memory, tuple) else self.keys_values(memory)
+        scores = heads_of(self.w_q(x), 2) @ k.mT
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        out = torch.softmax(scores, -1) @ v
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class Toy(nn.Module):
+    """Stands for a model: what comes next depends on all that it is given."""
+
+    def __init__(self, seed=0, end_id=END, pad_id=0, max_len=9, pull=100.0):
+        super().__init__()
+        self.config = Sizes(13, 8, 2, 2, 0, max_len, pad_id=pad_id)
+        self.end_id, self.pull = end_id, pull
+        self.embedding = nn.Embedding.from_pretrained(probe(13, 8, seed=seed))
+        self.head = nn.Linear(8, 13, bias=False)
+        self.decoder = nn.ModuleList(nn.Module() for _ in range(2))
+        self.counts = {"encode": 0, "decode": 0, "keys": [0, 0], "values": [0, 0]}
+        for i, block in enumerate(self.decoder):
+            block.cross_attention = ToyAttention(8, seed + 10 * i + 1)
+            self.watch(block.cross_attention.w_k, "keys", i)
+            self.watch(block.cross_attention.w_v, "values", i)
+        self.grad_seen = False
+        with torch.no_grad():
+            self.head.weight.copy_(probe(13, 8, seed=seed + 50))
+        self.double()
+
+    def watch(self, layer, what, i):
+        def count(*_):
+            self.counts[what][i] += 1
+
+        layer.register_forward_hook(count)
+
+    def embed(self, ids):
+        x = self.embedding(ids)
+        return x + waves(ids.shape[1], 8).to(x)
+
+    def encode(self, source):
+        self.counts["encode"] += 1
+        real = source != self.config.pad_id
+        if source.shape[1] == 0 or not real.any(1).all():
+            raise ValueError("a row of the source holds nothing")
+        return torch.tanh(self.embed(source)), real[:, None, None]
+
+    def decode(self, target, memory, memory_mask=None):
+        self.counts["decode"] += 1
+        self.grad_seen |= torch.is_grad_enabled()
+        t = target.shape[1]
+        if t > self.config.max_len:
+            raise RuntimeError("the decoder was given more than max_len tokens")
+        x = self.embed(target)
+        x = x + x.cumsum(1)
+        for i, block in enumerate(self.decoder):
+            own = memory[i] if isinstance(memory, list) else memory
+            x = block.cross_attention(x, own, memory_mask)
+        logits = torch.sin(9.0 * self.head(x))  # likeliest is another token each time
+        place = (target.cumsum(1) % 5 == 2)[..., None]  # where a text may end
+        end = torch.arange(13, device=x.device) == self.end_id
+        return logits.masked_fill(end, -50.0) + (place & end) * self.pull
+
+
+def greedy(model, source, start_id, end_id, max_tokens):
+    """Row by row, without padding, everything computed again at each step."""
+    pad_id, rows = model.config.pad_id, []
+    with torch.no_grad():
+        for row in source:
+            memory, _ = model.encode(row[row != pad_id][None])
+            ids = [start_id]
+            while len(ids) <= max_tokens and (len(ids) == 1 or ids[-1] != end_id):
+                logits = model.decode(torch.tensor([ids]), memory)
+                ids.append(int(logits[0, -1].argmax()))
+            rows.append(ids[1:])
+    longest = max(map(len, rows))
+    return torch.tensor([r + [pad_id] * (longest - len(r)) for r in rows])
+
+
+def toy_source(lengths, seed, pad_id=0):
+    return sources(lengths, Sizes(13, 8, 2, 2, 0, 9, pad_id=pad_id), seed)
+
+
+def expect(t, answer, source, what, start_id=START, end_id=END, max_tokens=9, **toy):
+    expected = greedy(Toy(end_id=end_id, **toy), source, start_id, end_id, max_tokens)
+    model = Toy(end_id=end_id, **toy)
+    actual = t.call(answer, model, source, start_id, end_id, max_tokens)
+    t.equal(actual, expected, f"{what}: the result")
+    return model, expected
+
+
+@translation.requires(
+    "one row, one token: the likeliest after the start",
+    "What does the decoder read in the very first step, and which position's logits speak "
+    "of the next token?",
+)
+def _(answer, t):
+    for seed in (1, 2, 3):
+        source = toy_source([5], seed)
+        expect(t, answer, source, "one token", max_tokens=1, seed=seed)
+
+
+@translation.requires(
+    "one row, several tokens: each step reads all that was written",
+    "The start stands in front of what the decoder reads, and is no part of the result.",
+)
+def _(answer, t):
+    for seed, n in ((1, 2), (2, 5), (3, 9)):
+        source = toy_source([5], seed)
+        expect(t, answer, source, f"{n} tokens", max_tokens=n, seed=seed)
+
+
+@translation.requires(
+    "a row goes up to its end_id, which is part of the result",
+    "Stop when the end has been written, not when it would be.",
+)
+def _(answer, t):
+    for seed in (1, 2, 3):
+        expect(t, answer, toy_source([5], seed), "one row", seed=seed)
+
+
+@translation.requires(
+    "several rows, some padded: each is what it would be alone, filled up with pad_id",
+    "Rows end at different steps. The loop goes on until all have ended; those that have "
+    "must write padding from then on.",
+)
+def _(answer, t):
+    for seed in (4, 5, 6):
+        source = toy_source([7, 2, 5, 3], seed)
+        expect(t, answer, source, "four rows", seed=seed)
+
+
+@translation.requires("another start, end and padding than in the cases before")
+def _(answer, t):
+    source = toy_source([6, 3, 4], 7, pad_id=11)
+    more = dict(start_id=1, end_id=8, seed=7, pad_id=11)
+    expect(t, answer, source, "other special tokens", **more)
+
+
+@translation.requires(
+    "the encoder runs once, and each block makes keys and values of the memory once",
+    "`keys_values` of every block's `cross_attention`, before the loop; `decode` takes the "
+    "list of pairs in place of the memory.",
+)
+def _(answer, t):
+    source = toy_source([7, 2, 5], 8)
+    model, _ = expect(t, answer, source, "three rows", seed=8)
+    n = model.counts["encode"]
+    t.true(n == 1, f"The encoder ran {n} times; once is enough.")
+    for name, w in (("keys", "w_k"), ("values", "w_v")):
+        counts = model.counts[name]
+        ran = f"In the two blocks {w} ran {counts[0]} and {counts[1]} times on the memory"
+        t.true(max(counts) <= 2, f"{ran}; once each is enough.")
+        t.true(counts == [1, 1], f"{ran}; once each is asked for.")
+
+
+@translation.requires("it stops as soon as all rows have ended")
+def _(answer, t):
+    source = toy_source([7, 2, 5, 3], 10)
+    model, expected = expect(t, answer, source, "four rows", seed=10)
+    n = expected.shape[1]
+    t.true(
+        model.counts["decode"] <= n,
+        f"The longest row has {n} tokens, and the decoder ran "
+        f"{model.counts['decode']} times.",
+    )
+
+
+@translation.requires("no gradients are recorded")
+def _(answer, t):
+    model, _ = expect(t, answer, toy_source([5], 1), "one row", seed=1)
+    t.true(not model.grad_seen, "The decoder ran with gradients enabled.")
+
+
+@translation.requires(
+    "max_tokens below 1 or above max_len, and a source of padding, are a ValueError",
+    "Test `max_tokens` before anything runs; `encode` looks after the source.",
+)
+def _(answer, t):
+    source = toy_source([5, 3], 1)
+    for n in (0, -2, 10):
+        t.raises(
+            ValueError,
+            answer,
+            Toy(),
+            source,
+            START,
+            END,
+            n,
+            mentions=(n, *([9] if n > 0 else [])),
+            because=f"max_tokens = {n} where max_len is 9",
+        )
+    source[1] = 0
+    t.raises(ValueError, answer, Toy(), source, START, END, 4, because="padding alone")
+
+
+def translator(wrong=""):
+    def translate(model, source, start_id, end_id, max_tokens):
+        longest, pad_id = model.config.max_len, model.config.pad_id
+        if max_tokens < 1 and wrong != "limit_unchecked":
+            raise ValueError(f"{max_tokens} {longest}")
+        if max_tokens > longest and wrong not in ("limit_unchecked", "too_long_accepted"):
+            raise ValueError(f"{max_tokens} {longest}")
+        if wrong == "padding_is_0":
+            pad_id = 0
+        if wrong == "end_is_always_3":
+            end_id = END
+        with torch.set_grad_enabled(wrong == "gradients_kept"):
+            memory, mask = model.encode(source)
+            kept = [b.cross_attention.keys_values(memory) for b in model.decoder]
+            if wrong == "first_block_for_all":
+                kept = [kept[0]] * len(kept)
+            if wrong == "projected_each_step":
+                kept = memory
+            if wrong == "projected_twice":
+                kept = [b.cross_attention.keys_values(memory) for b in model.decoder]
+            if wrong == "mask_not_passed":
+                mask = None
+            first = source[:, :1] if wrong == "starts_with_the_source" else None
+            ids = source.new_full((len(source), 1), start_id) if first is None else first
+            ended = torch.zeros(len(source), dtype=torch.bool, device=source.device)
+            steps = max_tokens + {"one_too_many": 1, "one_too_few": -1}.get(wrong, 0)
+            while ids.shape[1] <= steps:
+                if wrong == "stops_at_the_first_end" and ended.any():
+                    break
+                if ended.all() and wrong not in ("never_stops", "end_ignored"):
+                    break
+                if wrong == "encoded_each_step":
+                    memory, mask = model.encode(source)
+                    kept = memory
+                seen = ids[:, -1:] if wrong == "last_token_alone" else ids
+                if wrong == "start_forgotten" and ids.shape[1] > 1:
+                    seen = ids[:, 1:]
+                logits = model.decode(seen, kept, mask)
+                logits = logits[:, 0 if wrong == "first_position" else -1]
+                token = logits.argmax(-1)
+                if wrong == "least_likely":
+                    token = logits.argmin(-1)
+                if wrong == "sampled":
+                    token = torch.multinomial(torch.softmax(logits, -1), 1)[:, 0]
+                if wrong == "one_row_for_all":
+                    token = token[:1].expand(len(ids))
+                if wrong == "end_left_out" and (token == end_id).all():
+                    break
+                fill = end_id if wrong == "filled_with_the_end" else pad_id
+                if wrong not in ("writes_on", "end_ignored"):
+                    token = token.masked_fill(ended, fill)
+                ended = ended | (token == end_id)
+                ids = torch.cat([ids, token[:, None]], 1)
+        if wrong == "never_stops":
+            ids = ids if ids.shape[1] > max_tokens else ids
+        return ids if wrong == "start_kept" else ids[:, 1:]
+
+    return translate
+
+
+TRANSLATE_FAULTS = {
+    "starts_with_the_source": "The decoder starts from the source's first token; it starts "
+    "from `start_id`.",
+    "start_kept": "The start is part of the result.",
+    "start_forgotten": "The start is gone from the second step on. In training it stood "
+    "in front of every target.",
+    "first_position": "The next token is read from the first position's logits. The last "
+    "one has seen everything.",
+    "last_token_alone": "The decoder reads only the newest token. Only the memory's keys "
+    "and values are kept here, so it has to read all that was written again.",
+    "least_likely": "It takes the least likely token.",
+    "sampled": "Tokens are drawn at random; the likeliest is asked for.",
+    "one_row_for_all": "Every row gets the first row's token.",
+    "one_too_many": "A row may have `max_tokens` tokens, the start not counted; here it "
+    "gets one more.",
+    "one_too_few": "A row may have `max_tokens` tokens, the start not counted; here it "
+    "gets one less.",
+    "end_ignored": "`end_id` does not end anything.",
+    "end_left_out": "The end is not part of the result. Without it nobody can tell a row "
+    "that has ended from one that was cut off.",
+    "end_is_always_3": "The end is taken to be one certain token; it is `end_id`.",
+    "stops_at_the_first_end": "The loop stops when the first row has ended, and cuts off "
+    "all others.",
+    "writes_on": "A row that has ended goes on writing until the others are done.",
+    "filled_with_the_end": "After its end a row is filled with `end_id`; padding is asked "
+    "for.",
+    "padding_is_0": "A row that has ended is filled with 0; padding is `config.pad_id`.",
+    "never_stops": "It runs for `max_tokens` steps although all rows have ended.",
+    "mask_not_passed": "The mask of the source is not passed to `decode`, so padding is "
+    "looked at.",
+    "projected_each_step": "`decode` gets the memory itself, so every block makes its keys "
+    "and values again in every step.",
+    "projected_twice": "The keys and values are made twice.",
+    "encoded_each_step": "The encoder runs again in every step. The source does not "
+    "change.",
+    "first_block_for_all": "Every block gets the first block's keys and values.",
+    "gradients_kept": "Gradients are recorded: every step keeps what a backward pass would "
+    "need.",
+    "limit_unchecked": "`max_tokens` is not tested.",
+    "too_long_accepted": "`max_tokens` above `max_len` is accepted, and fails in the "
+    "middle of a text.",
+}
+for name, sentence in TRANSLATE_FAULTS.items():
+    translation.fault(name, sentence, translator(name))
+
+
+# The parts of lessons 02 to 09 and these together -------------------------------------
+
+joint = Joint(
+    "whole_encoder_decoder",
+    lesson="encoder_decoder",
+    parts={
+        "attention": "attention",
+        "causal_mask": "attention",
+        "padding_mask": "attention",
+        "split_heads": "multi_head",
+        "merge_heads": "multi_head",
+        "MultiHeadAttention": "multi_head",
+        "sinusoidal": "positions",
+        "FeedForward": "feed_forward",
+        "RMSNorm": "norms",
+        "pre_norm": "norms",
+        "cross_entropy": "training",
+        "learning_rate": "training",
+        "AdamW": "training",
+        "clip_gradients": "training",
+        "shift_right": "encoder_decoder",
+        "CrossAttention": "encoder_decoder",
+        "EncoderBlock": "encoder_decoder",
+        "DecoderBlock": "encoder_decoder",
+        "EncoderDecoder": "encoder_decoder",
+        "translate": "encoder_decoder",
+    },
+)
+
+
+@joint.requires(
+    "split_heads, attention, merge_heads and padding_mask do what CrossAttention does",
+    "The mask of lesson 02 goes into both as it is. Which of them gives another result "
+    "than PyTorch's attention?",
+)
+def _(parts, t):
+    p = cross_weights(12, 2_000)
+    module = load_all(t, t.call(parts["CrossAttention"], 12, 3), p)
+    x, memory = probe(3, 5, 12, seed=2_001), probe(3, 7, 12, seed=2_002)
+    mask = t.call(parts["padding_mask"], torch.tensor([7, 2, 0]), 7)
+    expected = torch_cross(x.double(), memory.double(), doubled(p), 3, mask.bool())
+    real = (torch.arange(7) < torch.tensor([7, 2, 0])[:, None])[:, None, None]
+    t.equal(mask, real, "the mask of lengths 7, 2 and 0")
+    q, k, v = (
+        t.call(parts["split_heads"], y @ p[w].T, 3)
+        for w, y in (("w_q", x), ("w_k", memory), ("w_v", memory))
+    )
+    out = t.call(parts["attention"], q, k, v, mask)
+    out = t.call(parts["merge_heads"], out) @ p["w_o"].T
+    t.close(out, expected, "the parts one by one", like=x)
+    t.close(t.call(module, x, memory, mask), expected, "CrossAttention", like=x)
+
+
+@joint.requires(
+    "pre_norm, RMSNorm, MultiHeadAttention and FeedForward make up EncoderBlock",
+    "Write the block out with your parts and compare after each line.",
+)
+def _(parts, t):
+    c = SMALL
+    p = weights_for(encoder_shapes(c), 2_100)
+    attention, ff, one, two = built_parts(parts, t, p, c, 1, 2)
+    mask = t.call(parts["padding_mask"], torch.tensor([7, 3]), 7)
+    x = probe(2, 7, 12, seed=2_101, scale=0.3)
+    y = t.call(parts["pre_norm"], x, partial(attention, mask=mask), one)
+    y = t.call(parts["pre_norm"], y, ff, two)
+    expected = torch_encoder_block(doubled(p), c, x.double(), mask)
+    t.close(y, expected, "the parts one by one", like=x)
+    module = load_all(t, t.call(parts["EncoderBlock"], c), p)
+    t.close(t.call(module, x, mask), expected, "EncoderBlock", like=x)
+
+
+def built_parts(parts, t, p, c, *norms):
+    """Attention, feed-forward network and norms of a block, of the learner's parts."""
+    attention = t.call(parts["MultiHeadAttention"], c.d_model, c.n_heads)
+    ff = t.call(parts["FeedForward"], c.d_model, c.d_ff, torch.relu)
+    made = [
+        load_all(t, attention, own_weights(p, "attention")),
+        load_all(t, ff, own_weights(p, "feed_forward")),
+    ]
+    for i in norms:
+        norm = t.call(parts["RMSNorm"], c.d_model, c.norm_eps)
+        made.append(t.load(norm, weight=p[f"norm_{i}"]))
+    return made
+
+
+@joint.requires(
+    "with causal_mask and CrossAttention they make up DecoderBlock",
+    "Two masks are at work: causal for looking back, padding for looking across.",
+)
+def _(parts, t):
+    c = SMALL
+    p = weights_for(decoder_shapes(c), 2_200)
+    attention, ff, one, two, three = built_parts(parts, t, p, c, 1, 2, 3)
+    cross_ = t.call(parts["CrossAttention"], c.d_model, c.n_heads)
+    load_all(t, cross_, own_weights(p, "cross_attention"))
+    x, memory = probe(2, 5, 12, seed=2_201, scale=0.3), probe(2, 7, 12, seed=2_202)
+    mask = t.call(parts["causal_mask"], 5)
+    seen = t.call(parts["padding_mask"], torch.tensor([7, 3]), 7)
+    y = t.call(parts["pre_norm"], x, partial(attention, mask=mask), one)
+    across = partial(cross_, memory=memory, memory_mask=seen)
+    y = t.call(parts["pre_norm"], y, across, two)
+    y = t.call(parts["pre_norm"], y, ff, three)
+    expected = torch_decoder_block(
+        doubled(p), c, x.double(), memory.double(), causal(5), seen
+    )
+    t.close(y, expected, "the parts one by one", like=x)
+    module = load_all(t, t.call(parts["DecoderBlock"], c), p)
+    actual = t.call(module, x, memory, mask, seen)
+    t.close(actual, expected, "DecoderBlock", like=x)
+
+
+@joint.requires("sinusoidal gives the positions that EncoderDecoder adds")
+def _(parts, t):
+    module, oracle = made_model(parts["EncoderDecoder"], t, SMALL, seed=2_300)
+    t.close(t.call(parts["sinusoidal"], 9, 12), waves(9, 12), "nine positions")
+    source = sources([6, 2, 4], SMALL, seed=2_301)
+    target = probe_ids(3, 5, below=23, seed=2_302)
+    t.close(t.call(module, source, target), oracle(source, target), "the logits")
+
+
+class Trained(Oracle):
+    """The oracle with an embedding and a head that learn, too."""
+
+    def parameters(self):
+        ours = [self.p[name].requires_grad_() for name in ("embedding", "head")]
+        return [*ours, *self.machine.parameters()]
+
+
+@joint.requires(
+    "three steps with shift_right and lesson 09's parts are those of PyTorch",
+    "The loss of the first step compares `shift_right` and `cross_entropy`, the next ones "
+    "the gradients, the clipping, the rate and AdamW.",
+)
+def _(parts, t):
+    weights = weights_for(model_shapes(SMALL), 2_400)
+    model = load_all(t, t.call(parts["EncoderDecoder"], SMALL), weights).double()
+    oracle = Trained(weights, SMALL)
+    source = sources([6, 2, 4], SMALL, seed=2_401)
+    target = probe_ids(3, 5, below=23, seed=2_402)
+    options = dict(lr=1.0, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)
+    mine = t._run(parts["AdamW"], (model.parameters(),), options)
+    theirs = torch.optim.AdamW(oracle.parameters(), **options)
+    for step in (1, 2, 3):
+        rate = t.call(parts["learning_rate"], step, 0.05, 0.01, 2, 4)
+        expected_rate = (0.025, 0.05, 0.03)[step - 1]
+        t.true(
+            math.isclose(rate, expected_rate, rel_tol=1e-9),
+            f"The rate of step {step} is {rate}, expected {expected_rate}.",
+        )
+        for optimizer in (mine, theirs):
+            optimizer.param_groups[0]["lr"] = expected_rate
+            optimizer.zero_grad()
+        read = t.call(parts["shift_right"], target, 1)
+        logits = t._run(model, (source, read), {})
+        loss = t._run(parts["cross_entropy"], (logits, target), {})
+        truth = oracle(source, shifted(target, 1))
+        truth = F.cross_entropy(truth.flatten(0, 1), target.flatten())
+        t.close(loss, truth, f"the loss of step {step}", tolerance=SINES)
+        loss.backward()
+        truth.backward()
+        t._run(parts["clip_gradients"], (list(model.parameters()), 0.5), {})
+        nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        t._run(mine.step, (), {})
+        theirs.step()
+
+
+@joint.requires(
+    "translate writes with EncoderDecoder what is written without keeping anything",
+    "Compare `decode` with the memory and with the list of pairs.",
+)
+def _(parts, t):
+    module, oracle = made_model(parts["EncoderDecoder"], t, SMALL, seed=2_500)
+    source = sources([6, 2, 4], SMALL, seed=2_501)
+    ran = [0, 0]
+    for i, block in enumerate(module.decoder):
+
+        def count(*_, i=i):
+            ran[i] += 1
+
+        watched = getattr(block.cross_attention, "w_k", None)
+        if isinstance(watched, nn.Linear):
+            watched.register_forward_hook(count)
+    rows = []
+    for row in source:
+        ids, text = [1], row[row != SMALL.pad_id][None]
+        while len(ids) <= 7:
+            ids.append(int(oracle(text, torch.tensor([ids]))[0, -1].argmax()))
+        rows.append(ids[1:])
+    actual = t.call(parts["translate"], module, source, 1, -1, 7)
+    t.equal(actual, torch.tensor(rows), "seven tokens a row: the result")
+    t.true(
+        max(ran) <= 1,
+        f"`w_k` ran {ran[0]} and {ran[1]} times in the two blocks; once is enough.",
+    )
+
+
+def sum_of_losses(logits, targets):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+class PlainAdam(torch.optim.Adam):
+    """Weight decay added to the gradient, as before AdamW."""
+
+
+class DeafNorm(nn.Module):
+    """RMSNorm that keeps to its own eps."""
+
+    def __init__(self, d_model, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+
+
+class OpenAttention(Holder):
+    """Multi-head attention that forgets its mask."""
+
+    def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
+        super().__init__({w: (d_model, d_model) for w in FOUR})
+        self.n_heads = n_heads
+
+    def forward(self, x, mask=None, rotate=None):
+        return crossed(x, x, self.held(), self.n_heads)
+
+
+class GeluAlways(Holder):
+    """A feed-forward network that keeps to its own activation."""
+
+    def __init__(self, d_model, d_ff, activation):
+        super().__init__({"w_1": (d_ff, d_model), "w_2": (d_model, d_ff)})
+
+    def forward(self, x):
+        held = self.held()
+        return F.linear(F.gelu(F.linear(x, held["w_1"])), held["w_2"])
+
+
+def sines_then_cosines(t, d_model):
+    table = waves(t, d_model).float()
+    return torch.cat([table[:, 0::2], table[:, 1::2]], 1)
+
+
+def nan_attention(q, k, v, mask=None):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+for name, sentence, wrong in (
+    (
+        "nan_in_a_row_of_padding",
+        "`attention` gives NaN to a query that may look at nothing.",
+        {"attention": nan_attention},
+    ),
+    (
+        "padding_marked",
+        "`padding_mask` marks the padding; True = may look.",
+        {
+            "padding_mask": lambda lengths, t_k: (
+                torch.arange(t_k) >= lengths[:, None]
+            )[:, None, None]
+        },
+    ),
+    (
+        "heads_not_exchanged",
+        "`split_heads` reads the memory in another shape without exchanging dimensions.",
+        {"split_heads": lambda x, n: x.reshape(len(x), n, x.shape[1], -1)},
+    ),
+    (
+        "heads_merged_askew",
+        "`merge_heads` does not exchange heads and time first.",
+        {"merge_heads": lambda x: x.reshape(len(x), x.shape[2], -1)},
+    ),
+    (
+        "mask_forgotten",
+        "`MultiHeadAttention` does not use its mask.",
+        {"MultiHeadAttention": OpenAttention},
+    ),
+    ("eps_fixed", "`RMSNorm` ignores the eps that it is given.", {"RMSNorm": DeafNorm}),
+    (
+        "stream_normalised",
+        "`pre_norm` adds to the normalised stream instead of the stream.",
+        {"pre_norm": lambda x, sublayer, norm: norm(x) + sublayer(norm(x))},
+    ),
+    (
+        "activation_fixed",
+        "`FeedForward` ignores the activation that it is given.",
+        {"FeedForward": GeluAlways},
+    ),
+    (
+        "mask_says_hidden",
+        "`causal_mask` marks what is hidden, and attention reads True as “may look”.",
+        {"causal_mask": lambda t_q, t_k=None: torch.ones(t_q, t_q).triu(1).bool()},
+    ),
+    (
+        "sines_in_halves",
+        "`sinusoidal` puts all sines before all cosines; they alternate.",
+        {"sinusoidal": sines_then_cosines},
+    ),
+    (
+        "not_shifted",
+        "`shift_right` leaves the target where it is.",
+        {"shift_right": lambda ids, start_id: ids.clone()},
+    ),
+    (
+        "losses_added",
+        "`cross_entropy` is the sum; the mean is asked for.",
+        {"cross_entropy": sum_of_losses},
+    ),
+    (
+        "not_clipped",
+        "`clip_gradients` changes nothing.",
+        {"clip_gradients": lambda parameters, max_norm: torch.tensor(1.0)},
+    ),
+    (
+        "decay_in_the_gradient",
+        "`AdamW` adds the weight decay to the gradient.",
+        {"AdamW": PlainAdam},
+    ),
+    (
+        "no_warm_up",
+        "`learning_rate` starts at its peak.",
+        {"learning_rate": lambda step, peak, floor, warmup, total: peak},
+    ),
+    (
+        "cross_forgets_its_mask",
+        "`CrossAttention` does not use its mask.",
+        {"CrossAttention": cross_with("mask_ignored")},
+    ),
+    (
+        "encoder_causal",
+        "`EncoderBlock` hides what comes later.",
+        {"EncoderBlock": encoder_with("always_causal")},
+    ),
+    (
+        "masks_exchanged",
+        "`DecoderBlock` exchanges its two masks.",
+        {"DecoderBlock": decoder_with("masks_exchanged")},
+    ),
+    (
+        "model_without_mask",
+        "`EncoderDecoder` has no causal mask.",
+        {"EncoderDecoder": model_with("no_mask")},
+    ),
+    (
+        "translate_reads_one_token",
+        "`translate` gives the decoder the newest token alone.",
+        {"translate": translator("last_token_alone")},
+    ),
+):
+    joint.fault(name, sentence, wrong)
