@@ -59,7 +59,7 @@ class CrossAttention(nn.Module):
         ### END SOLUTION
 
     def keys_values(self, memory):
-        """`memory` `(B, S, d_model)` → keys and values, both `(B, n_heads, S, d_head)`."""
+        """`(B, S, d_model)` → keys and values, both `(B, n_heads, S, d_head)`."""
         ### BEGIN SOLUTION
         k = split_heads(self.w_k(memory), self.n_heads)  # B H S Dh
         v = split_heads(self.w_v(memory), self.n_heads)  # B H S Dh
@@ -72,7 +72,8 @@ class CrossAttention(nn.Module):
         Args:
             x: `(B, T, d_model)`.
             memory: `(B, S, d_model)`, or the pair that `keys_values` made of it.
-            memory_mask: boolean, broadcastable to `(B, n_heads, T, S)`; True = may look.
+            memory_mask: boolean, broadcastable to `(B, n_heads, T, S)`; True = may
+                look.
 
         Returns:
             `(B, T, d_model)`; zeros for a position that may look at nothing.
@@ -92,8 +93,9 @@ class EncoderBlock(nn.Module):
 
     Its parts are `norm_1`, `attention`, `norm_2` and `feed_forward`: `RMSNorm`,
     `MultiHeadAttention`, and `FeedForward` with ReLU.
-    Vaswani et al. (2017), "Attention Is All You Need", section 3.1; Raffel et al. (2020),
-    "Exploring the Limits of Transfer Learning …", section 2.1.
+    Vaswani et al. (2017), "Attention Is All You Need", section 3.1; Raffel et al.
+    (2020), "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer", section 2.1.
     """
 
     def __init__(self, config):
@@ -210,8 +212,8 @@ class EncoderDecoder(nn.Module):
             where the source is no padding.
 
         Raises:
-            ValueError: if the source is empty, if a row of it holds padding alone (names
-                the row), or if S is larger than `config.max_len`.
+            ValueError: if the source is empty, if a row of it holds padding alone
+                (names the row), or if S is larger than `config.max_len`.
         """
         ### BEGIN SOLUTION
         if source.numel() == 0:

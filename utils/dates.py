@@ -31,9 +31,7 @@ FORMS = {
     "weekday": lambda d: (
         f"{WEEKDAYS[d.weekday()][:3]} {d.day} {MONTHS[d.month - 1][:3]} {d.year}"
     ),
-    "ordinal of month": lambda d: (
-        f"{ordinal(d.day)} of {MONTHS[d.month - 1]} {d.year}"
-    ),
+    "ordinal of month": lambda d: f"{ordinal(d.day)} of {MONTHS[d.month - 1]} {d.year}",
     "short": lambda d: f"{MONTHS[d.month - 1][:3]} {ordinal(d.day)}, {d.year}",
     "short year": lambda d: f"{d.day} {MONTHS[d.month - 1][:3]} '{d.year % 100:02}",
     "points": lambda d: f"{d.day}.{d.month}.{d.year}",
@@ -58,10 +56,10 @@ def written_dates(n: int, seed: int, test: bool = False) -> list[tuple[str, str]
     """
     kept = hashed(N_DAYS, TEST_SEED) % TEST_SHARE == 0
     days = (kept == test).nonzero().flatten()
-    draws = hashed(3 * n, seed).reshape(n, 3)
+    draws = hashed(2 * n, seed).reshape(n, 2)
     found = []
-    for which, form, style in draws.tolist():
+    for which, form in draws.tolist():
         day = FIRST + timedelta(days=int(days[which % len(days)]))
         text = list(FORMS.values())[form % len(FORMS)](day)
-        found.append((text.lower() if style % 2 else text, day.isoformat()))
+        found.append((text, day.isoformat()))
     return found
