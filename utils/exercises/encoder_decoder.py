@@ -1024,6 +1024,17 @@ cross.fault(
 
 
 @cross.fault(
+    "pair_not_accepted",
+    "A pair of keys and values is projected as if it were the memory. `forward` must find "
+    "out which of the two it was given.",
+)
+class _(cross_with()):
+    def forward(self, x, memory, memory_mask=None):
+        pair = self.keys_values(memory)
+        return crossed(x, pair, self.held(), self.n_heads, memory_mask)
+
+
+@cross.fault(
     "biases",
     "The linear layers have biases: `nn.Linear` adds one unless it is told not to.",
 )
@@ -1622,6 +1633,29 @@ MODEL_FAULTS = {
 }
 for name, sentence in MODEL_FAULTS.items():
     model_.fault(name, sentence, model_with(name))
+
+
+@model_.fault(
+    "list_not_accepted",
+    "A list of pairs is handed to every block as it is. Block i gets the i-th pair.",
+)
+class _(model_with()):
+    def decode(self, target, memory, memory_mask=None):
+        if isinstance(memory, list):
+            F.linear(memory, self.head.weight)
+        return super().decode(target, memory, memory_mask)
+
+
+@model_.fault(
+    "mask_not_returned",
+    "`encode` gives the memory alone. The decoder must not look at padding either, so the "
+    "mask belongs to it: return both.",
+)
+class _(model_with()):
+    def encode(self, source):
+        return super().encode(source)[0]
+
+
 model_.fault(
     "one_block_several_times",
     "One block stands in every place: `[Block(config)] * n` makes one object. Each layer "
@@ -1712,6 +1746,9 @@ class Toy(nn.Module):
         place = (target.cumsum(1) % 5 == 2)[..., None]  # where a text may end
         end = torch.arange(13, device=x.device) == self.end_id
         return logits.masked_fill(end, -50.0) + (place & end) * self.pull
+
+    def forward(self, source, target):
+        return self.decode(target, *self.encode(source))
 
 
 def greedy(model, source, start_id, end_id, max_tokens):
