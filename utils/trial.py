@@ -600,6 +600,11 @@ def describe(value):
         return type(value).__name__
     if isinstance(value, torch.Generator):
         return "a generator"  # its repr holds an address
+    if isinstance(value, (tuple, list)) and any(
+        isinstance(v, (torch.Tensor, tuple, list)) for v in value
+    ):
+        inside = ", ".join(map(describe, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
     return short(value, 60)

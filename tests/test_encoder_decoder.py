@@ -1,0 +1,893 @@
+"""Lesson 13: against PyTorch and transformers; other forms; wrong ones; the dates."""
+
+import re
+from dataclasses import replace
+from datetime import date
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from solutions.attention import attention, padding_mask
+from solutions.encoder_decoder import (
+    CrossAttention,
+    DecoderBlock,
+    EncoderBlock,
+    EncoderDecoder,
+    shift_right,
+    translate,
+)
+from solutions.feed_forward import FeedForward
+from solutions.forward_pass import TransformerConfig
+from solutions.multi_head import MultiHeadAttention, merge_heads, split_heads
+from solutions.norms import RMSNorm
+from solutions.positions import sinusoidal
+from utils import dates
+from utils.check import evaluate
+from utils.exercises import encoder_decoder as spec
+from utils.probe import probe, probe_ids
+
+
+def passes(answer, name):
+    report = evaluate(answer, name)
+    assert report.status == "passed", report.message
+
+
+def fails(answer, name):
+    report = evaluate(answer, name)
+    assert report.status == "failed", f"{answer} passes"
+    return report
+
+
+# Against PyTorch ----------------------------------------------------------------------
+
+SIZES = [
+    spec.Sizes(31, 16, 2, 4, 40, 20),
+    spec.Sizes(23, 12, 3, 3, 20, 15, norm_eps=1e-3, pad_id=7),
+    spec.Sizes(19, 20, 1, 5, 33, 12, pad_id=18),
+]
+
+
+def filled(module, seed=0):
+    """Values that are no starting values, norms away from one."""
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            is_norm = p.dim() == 1
+            scale = 0.3 if is_norm else p.shape[-1] ** -0.5
+            p.copy_(probe(*p.shape, seed=seed + i, scale=scale, shift=float(is_norm)))
+    return module.eval()
+
+
+def weights_of(model):
+    return {n.removesuffix(".weight"): p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("c", SIZES)
+def test_logits_are_those_of_nn_transformer(c):
+    model = filled(EncoderDecoder(c))
+    source = spec.sources([9, 1, 4, 7], c, seed=3)
+    target = probe_ids(4, 6, below=c.vocab_size, seed=4)
+    theirs = spec.torch_transformer(spec.doubled(weights_of(model)), c).float()
+    padding = source == c.pad_id
+    with torch.no_grad():
+        hidden = theirs(
+            model.embed(source),
+            model.embed(target),
+            tgt_mask=nn.Transformer.generate_square_subsequent_mask(6),
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+            tgt_is_causal=True,
+        )
+        error = (model.head(hidden) - model(source, target)).abs().max().item()
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize("n_heads", [1, 3, 6])
+def test_cross_attention_is_nn_multihead_attention(n_heads):
+    ours = filled(CrossAttention(12, n_heads))
+    theirs = nn.MultiheadAttention(12, n_heads, bias=False, batch_first=True)
+    spec.fill_attention(theirs, weights_of(ours))
+    x, memory = probe(3, 5, 12), probe(3, 8, 12, seed=1)
+    mask = padding_mask(torch.tensor([8, 2, 5]), 8)
+    hidden = ~mask[:, 0, 0]
+    expected, weights = theirs(x, memory, memory, key_padding_mask=hidden)
+    assert weights.shape == (3, 5, 8)
+    torch.testing.assert_close(ours(x, memory, mask), expected, atol=1e-5, rtol=0)
+
+
+# Against transformers -----------------------------------------------------------------
+
+
+def as_t5(w_q, n_heads):
+    """T5 does not divide its scores: the root of d_head goes into the queries."""
+    return w_q / (len(w_q) // n_heads) ** 0.5
+
+
+def t5_config(c):
+    from transformers import T5Config
+
+    return T5Config(
+        vocab_size=c.vocab_size,
+        d_model=c.d_model,
+        d_kv=c.d_model // c.n_heads,
+        d_ff=c.d_ff,
+        num_layers=c.n_layers,
+        num_heads=c.n_heads,
+        dropout_rate=0.0,
+        layer_norm_epsilon=c.norm_eps,
+        feed_forward_proj="relu",
+        pad_token_id=c.pad_id,
+        decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    )
+
+
+def test_cross_attention_is_that_of_t5():
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    c = SIZES[0]
+    ours = filled(CrossAttention(c.d_model, c.n_heads))
+    config = t5_config(c)
+    config.is_decoder = True
+    theirs = T5Attention(config, has_relative_attention_bias=False, layer_idx=0).eval()
+    with torch.no_grad():
+        theirs.q.weight.copy_(as_t5(ours.w_q.weight, c.n_heads))
+        theirs.k.weight.copy_(ours.w_k.weight)
+        theirs.v.weight.copy_(ours.w_v.weight)
+        theirs.o.weight.copy_(ours.w_o.weight)
+        x, memory = probe(3, 5, 16), probe(3, 8, 16, seed=1)
+        expected = theirs(x, key_value_states=memory)[0]
+        torch.testing.assert_close(ours(x, memory), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("c", SIZES)
+def test_the_whole_model_is_t5_without_its_relative_positions(c):
+    from transformers import T5ForConditionalGeneration
+
+    ours = filled(EncoderDecoder(c))
+    theirs = T5ForConditionalGeneration(t5_config(c)).eval()
+    new = {
+        "shared.weight": ours.embedding.weight,
+        "encoder.embed_tokens.weight": ours.embedding.weight,
+        "decoder.embed_tokens.weight": ours.embedding.weight,
+        "encoder.final_layer_norm.weight": ours.encoder_norm.weight,
+        "decoder.final_layer_norm.weight": ours.decoder_norm.weight,
+        "lm_head.weight": ours.head.weight,
+    }
+    for half in ("encoder", "decoder"):
+        bias = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        new[bias] = torch.zeros_like(theirs.state_dict()[bias])
+        for i, block in enumerate(getattr(ours, half)):
+            kinds = [("SelfAttention", block.attention, block.norm_1)]
+            if half == "decoder":
+                kinds.append(("EncDecAttention", block.cross_attention, block.norm_2))
+            for j, (kind, own, norm) in enumerate(kinds):
+                to = f"{half}.block.{i}.layer.{j}."
+                new[f"{to}layer_norm.weight"] = norm.weight
+                new[f"{to}{kind}.q.weight"] = as_t5(own.w_q.weight, c.n_heads)
+                for w, letter in (("w_k", "k"), ("w_v", "v"), ("w_o", "o")):
+                    new[f"{to}{kind}.{letter}.weight"] = getattr(own, w).weight
+            last = f"{half}.block.{i}.layer.{len(kinds)}."
+            norm = block.norm_3 if half == "decoder" else block.norm_2
+            new[f"{last}layer_norm.weight"] = norm.weight
+            dense = f"{last}DenseReluDense."
+            new[f"{dense}wi.weight"] = block.feed_forward.w_1.weight
+            new[f"{dense}wo.weight"] = block.feed_forward.w_2.weight
+    theirs.load_state_dict({n: w.detach() for n, w in new.items()}, strict=True)
+    source = spec.sources([9, 1, 4, 7], c, seed=3)
+    target = probe_ids(4, 6, below=c.vocab_size, seed=4)
+    with torch.no_grad():
+        expected = theirs(
+            inputs_embeds=ours.embed(source),
+            attention_mask=(source != c.pad_id).long(),
+            decoder_inputs_embeds=ours.embed(target),
+        ).logits
+        error = (ours(source, target) - expected).abs().max().item()
+    assert error <= 1e-5
+
+
+def test_shift_right_is_that_of_t5():
+    from transformers import T5ForConditionalGeneration
+
+    ids = probe_ids(3, 5, below=31, seed=2)
+    theirs = T5ForConditionalGeneration(t5_config(SIZES[0]))._shift_right(ids)
+    assert torch.equal(shift_right(ids, 0), theirs)
+
+
+# Right answers in other forms ---------------------------------------------------------
+
+
+def shift_by_roll(ids, start_id):
+    out = ids.roll(1, dims=1)
+    out[:, 0] = start_id
+    return out
+
+
+def shift_by_pad(ids, start_id):
+    return F.pad(ids[:, :-1], (1, 0), value=start_id)
+
+
+def shift_into_empty(ids, start_id):
+    out = torch.empty_like(ids)
+    out[:, :1] = start_id
+    out[:, 1:] = ids[:, :-1]
+    return out
+
+
+def shift_by_new_full(ids, start_id):
+    return torch.hstack([ids.new_full((ids.size(0), 1), start_id), ids[..., :-1]])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [shift_by_roll, shift_by_pad, shift_into_empty, shift_by_new_full],
+)
+def test_shift_right_in_other_forms(answer):
+    passes(answer, "shift_right")
+
+
+class HeadByHead(nn.Module):
+    """A loop over heads, the matrices made in another order."""
+
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        if d_model % n_heads != 0:
+            raise ValueError(f"{n_heads} heads do not divide {d_model}")
+        self.h, self.d = n_heads, d_model // n_heads
+        for name in ("w_o", "w_v", "w_k", "w_q"):
+            setattr(self, name, nn.Linear(d_model, d_model, bias=False))
+
+    def keys_values(self, memory):
+        return [
+            torch.stack(w(memory).split(self.d, dim=-1), dim=1)
+            for w in (self.w_k, self.w_v)
+        ]
+
+    def forward(self, x, memory, memory_mask=None):
+        if not torch.is_tensor(memory):
+            k, v = memory
+        else:
+            k, v = self.keys_values(memory)
+        q = self.w_q(x)
+        b, t, s = len(x), x.shape[1], k.shape[2]
+        if memory_mask is not None:
+            memory_mask = memory_mask.expand(b, self.h, t, s)
+        out = []
+        for h in range(self.h):
+            asking = q[..., h * self.d : (h + 1) * self.d]
+            mask = None if memory_mask is None else memory_mask[:, h]
+            out.append(attention(asking, k[:, h], v[:, h], mask))
+        return self.w_o(torch.cat(out, dim=-1))
+
+
+class ByEinsum(nn.Module):
+    """Sums by name, an additive mask, zeros by multiplication."""
+
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"{d_model}, {n_heads}")
+        self.n_heads = n_heads
+        self.w_q, self.w_k, self.w_v, self.w_o = (
+            nn.Linear(d_model, d_model, False) for _ in range(4)
+        )
+
+    def cut(self, y):
+        return y.reshape(y.shape[0], y.shape[1], self.n_heads, -1).permute(0, 2, 1, 3)
+
+    def keys_values(self, memory):
+        return self.cut(self.w_k(memory)), self.cut(self.w_v(memory))
+
+    def forward(self, x, memory, memory_mask=None):
+        k, v = memory if isinstance(memory, (tuple, list)) else self.keys_values(memory)
+        q = self.cut(self.w_q(x))
+        scores = torch.einsum("bhtd,bhsd->bhts", q, k) * q.shape[-1] ** -0.5
+        seen = 1.0
+        if memory_mask is not None:
+            seen = memory_mask.any(-1, keepdim=True).to(x.dtype)
+            low = torch.finfo(scores.dtype).min
+            scores = torch.where(memory_mask, scores, low)
+        out = torch.einsum("bhts,bhsd->bthd", scores.softmax(-1) * seen, v)
+        return self.w_o(out.flatten(2))
+
+
+class ByLibrary(CrossAttention):
+    """PyTorch's own function, which gives zeros where nothing is seen."""
+
+    def forward(self, x, memory, memory_mask=None):
+        pair = memory if isinstance(memory, tuple) else self.keys_values(memory)
+        q = split_heads(self.w_q(x), self.n_heads)
+        out = F.scaled_dot_product_attention(q, *pair, attn_mask=memory_mask)
+        return self.w_o(merge_heads(out))
+
+
+class Float64Inside(CrossAttention):
+    """Scores in float64, the result in the dtype that came in."""
+
+    def forward(self, x, memory, memory_mask=None):
+        pair = memory if isinstance(memory, tuple) else self.keys_values(memory)
+        q = split_heads(self.w_q(x), self.n_heads)
+        wide = attention(q.double(), *(y.double() for y in pair), mask=memory_mask)
+        return self.w_o(merge_heads(wide.to(x.dtype)))
+
+
+@pytest.mark.parametrize("answer", [HeadByHead, ByEinsum, ByLibrary, Float64Inside])
+def test_cross_attention_in_other_forms(answer):
+    passes(answer, "CrossAttention")
+
+
+class Reader(nn.Module):
+    """An encoder block written out, its parts in another order."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, nn.ReLU())
+        self.norm_2 = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = MultiHeadAttention(
+            config.d_model,
+            config.n_heads,
+            n_kv_heads=config.n_heads,
+            d_head=config.d_model // config.n_heads,
+        )
+        self.norm_1 = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+
+    def forward(self, x, mask=None):
+        y = x + self.attention(self.norm_1(x), mask=mask)
+        return y + self.feed_forward(self.norm_2(y))
+
+
+class SelfByCross(EncoderBlock):
+    """Attention to itself, by a `CrossAttention` whose memory is x."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = CrossAttention(config.d_model, config.n_heads)
+
+    def forward(self, x, mask=None):
+        y = self.norm_1(x)
+        x = x + self.attention(y, y, mask)
+        return x + self.feed_forward(self.norm_2(x))
+
+
+class Writer(nn.Module):
+    """A decoder block without pre_norm and partial."""
+
+    def __init__(self, config):
+        super().__init__()
+        d, h, eps = config.d_model, config.n_heads, config.norm_eps
+        self.cross_attention = HeadByHead(d, h)
+        self.attention = MultiHeadAttention(d, h)
+        self.norm_3, self.norm_2, self.norm_1 = (RMSNorm(d, eps) for _ in range(3))
+        self.feed_forward = FeedForward(d, config.d_ff, F.relu)
+
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        x = x + self.attention(self.norm_1(x), mask)
+        x = x + self.cross_attention(self.norm_2(x), memory, memory_mask)
+        return self.feed_forward(self.norm_3(x)) + x
+
+
+class WriterInheriting(Reader):
+    """A decoder block as an encoder block with one sublayer more."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm_3 = RMSNorm(config.d_model, config.norm_eps)
+        self.cross_attention = CrossAttention(config.d_model, config.n_heads)
+
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        x = x + self.attention(self.norm_1(x), mask=mask)
+        across = self.cross_attention(
+            x=self.norm_2(x), memory=memory, memory_mask=memory_mask
+        )
+        x = x + across
+        return x + self.feed_forward(self.norm_3(x))
+
+
+@pytest.mark.parametrize("answer", [Reader, SelfByCross])
+def test_encoder_block_in_other_forms(answer):
+    passes(answer, "EncoderBlock")
+
+
+@pytest.mark.parametrize("answer", [Writer, WriterInheriting])
+def test_decoder_block_in_other_forms(answer):
+    passes(answer, "DecoderBlock")
+
+
+class Halves(nn.Module):
+    """The model with its steps written out and other ways of testing the source."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.decoder, self.encoder = nn.ModuleList(), nn.ModuleList()
+        while len(self.decoder) < c.n_layers:
+            self.decoder.append(Writer(c))
+            self.encoder.append(Reader(c))
+        self.encoder_norm = nn.RMSNorm(c.d_model, c.norm_eps)
+        self.decoder_norm = nn.RMSNorm(c.d_model, c.norm_eps)
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+
+    def embed(self, ids):
+        if ids.size(1) > self.config.max_len:
+            raise ValueError(f"{ids.size(1)} > {self.config.max_len}")
+        table = sinusoidal(self.config.max_len, self.config.d_model).to(ids.device)
+        x = F.embedding(ids, self.embedding.weight)
+        return x + table[: ids.size(1)].to(x.dtype)
+
+    def encode(self, source):
+        lengths = source.ne(self.config.pad_id).sum(1)
+        if source.size(1) == 0:
+            raise ValueError("no source")
+        for row, n in enumerate(lengths.tolist()):
+            if n == 0:
+                raise ValueError(f"nothing in row {row}")
+        mask = padding_mask(lengths, source.size(1))
+        x = self.embed(source)
+        for block in self.encoder:
+            x = block(x, mask)
+        return self.encoder_norm(x), mask
+
+    def decode(self, target, memory, memory_mask=None):
+        t = target.size(1)
+        places = torch.arange(t, device=target.device)
+        back = places[None, :] <= places[:, None]
+        if not isinstance(memory, list):
+            memory = [memory] * len(self.decoder)
+        x = self.embed(target)
+        for block, own in zip(self.decoder, memory, strict=True):
+            x = block(x, own, mask=back, memory_mask=memory_mask)
+        return self.head(self.decoder_norm(x))
+
+    def forward(self, source, target):
+        return self.decode(target, *self.encode(source))
+
+
+def test_model_in_another_form():
+    passes(Halves, "EncoderDecoder")
+
+
+def translate_in_a_buffer(model, source, start_id, end_id, max_tokens):
+    c = model.config
+    if max_tokens > c.max_len or max_tokens <= 0:
+        raise ValueError(f"{max_tokens} is not in 1 … {c.max_len}")
+    with torch.inference_mode():
+        memory, mask = model.encode(source)
+        pairs = [b.cross_attention.keys_values(memory) for b in model.decoder]
+        out = torch.full(
+            (source.size(0), max_tokens + 1), c.pad_id, device=source.device
+        )
+        out[:, 0] = start_id
+        running = torch.ones(source.size(0), dtype=torch.bool, device=source.device)
+        for n in range(1, max_tokens + 1):
+            best = model.decode(out[:, :n], pairs, mask)[:, -1, :].max(-1).indices
+            out[running, n] = best[running]
+            running &= best != end_id
+            if not bool(running.any()):
+                break
+        return out[:, 1 : n + 1].clone()
+
+
+def translate_with_lists(model, source, start_id, end_id, max_tokens):
+    if not 0 < max_tokens <= model.config.max_len:
+        raise ValueError(f"{max_tokens}, at most {model.config.max_len}")
+    with torch.no_grad():
+        memory, mask = model.encode(source)
+        pairs = [b.cross_attention.keys_values(memory) for b in model.decoder]
+        rows = [[start_id] for _ in source]
+        done = [False] * len(rows)
+        for _ in range(max_tokens):
+            logits = model.decode(torch.tensor(rows), pairs, memory_mask=mask)
+            for i, row in enumerate(rows):
+                row.append(
+                    model.config.pad_id if done[i] else int(logits[i, -1].argmax())
+                )
+                done[i] = done[i] or row[-1] == end_id
+            if all(done):
+                break
+    return torch.tensor([row[1:] for row in rows])
+
+
+@pytest.mark.parametrize("answer", [translate_in_a_buffer, translate_with_lists])
+def test_translate_in_other_forms(answer):
+    passes(answer, "translate")
+
+
+# Wrong answers that no fault lists ----------------------------------------------------
+
+
+def shift_flat(ids, start_id):
+    flat = torch.cat([ids.new_tensor([start_id]), ids.flatten()[:-1]])
+    return flat.view(ids.shape)
+
+
+def shift_short_rows_alone(ids, start_id):
+    return shift_right(ids, start_id) if ids.shape[1] > 1 else ids.clone()
+
+
+def shift_start_from_first_row(ids, start_id):
+    out = shift_right(ids, start_id)
+    out[1:, 0] = ids[1:, 0]
+    return out
+
+
+@pytest.mark.parametrize(
+    "answer", [shift_flat, shift_short_rows_alone, shift_start_from_first_row]
+)
+def test_wrong_shifts_fail(answer):
+    fails(answer, "shift_right")
+
+
+class MaskOfFirstRow(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        if memory_mask is not None:
+            memory_mask = memory_mask[:1].expand_as(memory_mask)
+        return super().forward(x, memory, memory_mask)
+
+
+class MaskOfFirstHead(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        if memory_mask is not None:
+            memory_mask = memory_mask[:, :1]
+        return super().forward(x, memory, memory_mask)
+
+
+class MemoryOfFirstRow(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        if torch.is_tensor(memory):
+            memory = memory[:1].expand_as(memory)
+        return super().forward(x, memory, memory_mask)
+
+
+class DropsOut(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        return F.dropout(super().forward(x, memory, memory_mask), 0.1)
+
+
+class NoGradientToMemory(CrossAttention):
+    def keys_values(self, memory):
+        return super().keys_values(memory.detach())
+
+
+class PairWithoutMask(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        if isinstance(memory, tuple):
+            memory_mask = None
+        return super().forward(x, memory, memory_mask)
+
+
+class KeysReversed(CrossAttention):
+    def keys_values(self, memory):
+        k, v = super().keys_values(memory)
+        return k.flip(2), v
+
+
+class FloatOnly(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        return super().forward(x, memory, memory_mask).float()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        MaskOfFirstRow,
+        MaskOfFirstHead,
+        MemoryOfFirstRow,
+        DropsOut,
+        NoGradientToMemory,
+        PairWithoutMask,
+        KeysReversed,
+        FloatOnly,
+    ],
+)
+def test_wrong_cross_attentions_fail(answer):
+    fails(answer, "CrossAttention")
+
+
+class MaskForOneRow(EncoderBlock):
+    def forward(self, x, mask=None):
+        return super().forward(x, None if mask is None else mask[:1])
+
+
+class NormsShareOne(EncoderBlock):
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm_2 = self.norm_1
+
+
+class SecondAttention(EncoderBlock):
+    def forward(self, x, mask=None):
+        return super().forward(super().forward(x, mask), mask) if x.shape[1] > 5 else x
+
+
+class MemoryDetached(DecoderBlock):
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        if torch.is_tensor(memory):
+            memory = memory.detach()
+        return super().forward(x, memory, mask, memory_mask)
+
+
+class CrossIsSelf(DecoderBlock):
+    def __init__(self, config):
+        super().__init__(config)
+        self.cross_attention.w_k = self.cross_attention.w_v
+
+
+class MaskForBoth(DecoderBlock):
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        square = torch.is_tensor(memory) and memory.shape[1] == x.shape[1]
+        if mask is not None and square:
+            memory_mask = mask
+        return super().forward(x, memory, mask, memory_mask)
+
+
+class CutsPairs(DecoderBlock):
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        if isinstance(memory, tuple):
+            memory = tuple(y[:, :, : x.shape[1]] for y in memory)
+        return super().forward(x, memory, mask, memory_mask)
+
+
+def test_wrong_blocks_fail():
+    for answer in (MaskForOneRow, NormsShareOne, SecondAttention):
+        fails(answer, "EncoderBlock")
+    for answer in (MemoryDetached, CrossIsSelf, MaskForBoth, CutsPairs):
+        fails(answer, "DecoderBlock")
+
+
+class MaskKept(EncoderDecoder):
+    """The padding of the first call, for ever."""
+
+    def encode(self, source):
+        memory, mask = super().encode(source)
+        if getattr(self, "kept", mask).shape == mask.shape:
+            mask = self.kept = getattr(self, "kept", mask)
+        return memory, mask
+
+
+class OnePositionLater(EncoderDecoder):
+    def embed(self, ids):
+        x = super().embed(ids)
+        table = sinusoidal(ids.shape[1] + 1, x.shape[-1]).to(x)
+        return x - table[:-1] + table[1:]
+
+
+class PadIsLastToken(EncoderDecoder):
+    def encode(self, source):
+        mask = (source != source[:1, -1:])[:, None, None]
+        return super().encode(source)[0], mask
+
+
+class TargetPaddingAsKey(EncoderDecoder):
+    """Hides the padding token in the target even where it is text."""
+
+    def decode(self, target, memory, memory_mask=None):
+        target = target.masked_fill(target == self.config.pad_id, 0)
+        return super().decode(target, memory, memory_mask)
+
+
+class ListByFirst(EncoderDecoder):
+    def decode(self, target, memory, memory_mask=None):
+        if isinstance(memory, list):
+            memory = memory[::-1]
+        return super().decode(target, memory, memory_mask)
+
+
+class CutsLongSources(EncoderDecoder):
+    def encode(self, source):
+        return super().encode(source[:, : self.config.max_len])
+
+
+class NamesTheSecond(EncoderDecoder):
+    def encode(self, source):
+        if source.numel() and not (source != self.config.pad_id).any(1).all():
+            raise ValueError("row 1 is padding")
+        return super().encode(source)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        MaskKept,
+        OnePositionLater,
+        PadIsLastToken,
+        ListByFirst,
+        CutsLongSources,
+        NamesTheSecond,
+        TargetPaddingAsKey,
+    ],
+)
+def test_wrong_models_fail(answer):
+    fails(answer, "EncoderDecoder")
+
+
+def stops_after_the_source(model, source, start_id, end_id, max_tokens):
+    n = min(max_tokens, source.shape[1])
+    return translate(model, source, start_id, end_id, n)
+
+
+def ends_with_padding(model, source, start_id, end_id, max_tokens):
+    out = translate(model, source, start_id, end_id, max_tokens)
+    return out.masked_fill(out == end_id, model.config.pad_id)
+
+
+def one_row_at_a_time(model, source, start_id, end_id, max_tokens):
+    rows = [
+        translate(model, row[None], start_id, end_id, max_tokens)[0] for row in source
+    ]
+    return nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=model.config.pad_id
+    )
+
+
+def always_the_widest(model, source, start_id, end_id, max_tokens):
+    out = translate(model, source, start_id, end_id, max_tokens)
+    gap = max_tokens - out.shape[1]
+    return F.pad(out, (0, gap), value=model.config.pad_id)
+
+
+def limit_of_the_source(model, source, start_id, end_id, max_tokens):
+    if max_tokens > source.shape[1]:
+        raise ValueError(f"{max_tokens} is more than {source.shape[1]}")
+    return translate(model, source, start_id, end_id, max_tokens)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        stops_after_the_source,
+        ends_with_padding,
+        one_row_at_a_time,
+        always_the_widest,
+        limit_of_the_source,
+    ],
+)
+def test_wrong_translations_fail(answer):
+    fails(answer, "translate")
+
+
+# What the lesson promises -------------------------------------------------------------
+
+
+def test_bad_input_is_said_in_words():
+    c = replace(SIZES[0], max_len=8)
+    model = EncoderDecoder(c)
+    source = spec.sources([5, 3, 4], c, seed=1)
+    target = probe_ids(3, 4, below=c.vocab_size)
+    alone = source.clone()
+    alone[2] = c.pad_id
+    for bad, words in (
+        ((source[:, :0], target), "empty"),
+        ((torch.full_like(source, c.pad_id), target), "row 0 .* padding alone"),
+        ((alone, target), "row 2 .* padding alone"),
+        ((source, target.repeat(1, 3)), "12 tokens, but max_len is 8"),
+        ((source.repeat(1, 2), target), "10 tokens, but max_len is 8"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(*bad)
+    for n in (0, 9):
+        with pytest.raises(ValueError, match=f"max_tokens is {n}"):
+            translate(model, source, 1, 2, n)
+    with pytest.raises(ValueError, match="row 2"):
+        translate(model, alone, 1, 2, 4)
+    assert not CrossAttention(8, 2)(
+        probe(2, 3, 8), probe(2, 5, 8), padding_mask(torch.tensor([5, 0]), 5)
+    )[1].any()
+
+
+def test_padding_of_the_source_changes_nothing():
+    c = SIZES[1]
+    model = filled(EncoderDecoder(c))
+    source = spec.sources([9, 3], c, seed=5)
+    target = probe_ids(2, 6, below=c.vocab_size)
+    alone = model(source[1:, :3], target[1:])
+    torch.testing.assert_close(model(source, target)[1:], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_memory_is_projected_once_for_a_translation():
+    c = SIZES[0]
+    model = filled(EncoderDecoder(c))
+    ran = []
+    for i, block in enumerate(model.decoder):
+        for w in ("w_k", "w_v"):
+            getattr(block.cross_attention, w).register_forward_hook(
+                lambda *_, what=(i, w): ran.append(what)
+            )
+    out = translate(model, spec.sources([9, 2, 5], c, seed=6), 1, -1, 12)
+    assert out.shape == (3, 12)
+    assert sorted(ran) == [(0, "w_k"), (0, "w_v"), (1, "w_k"), (1, "w_v")]
+
+
+def test_lesson_08s_configuration_serves_too():
+    config = TransformerConfig(31, 16, 2, 4, 4, 4, 40, 20)
+    config.pad_id = 0
+    model = EncoderDecoder(config)
+    assert model(probe_ids(2, 7, below=30) + 1, probe_ids(2, 5, below=31)).shape == (
+        *(2, 5),
+        31,
+    )
+
+
+def test_a_small_model_learns_to_copy():
+    torch.manual_seed(0)
+    c = spec.Sizes(10, 32, 1, 4, 64, 12)
+    model = EncoderDecoder(c)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(250):
+        ids = torch.randint(3, 10, (32, 6), generator=generator)
+        logits = model(ids, shift_right(ids, 1))
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    ids = torch.randint(3, 10, (50, 6), generator=generator)
+    assert (translate(model, ids, 1, 2, 6) == ids).float().mean() > 0.9
+
+
+# The dates ----------------------------------------------------------------------------
+
+
+EXPECTED = [
+    ("13.04.2039", "2039-04-13"),
+    ("09/27/57", "1957-09-27"),
+    ("19th of November 2010", "2010-11-19"),
+]
+
+
+def test_dates_are_the_same_on_every_machine():
+    assert dates.written_dates(3, seed=5) == EXPECTED
+    assert dates.written_dates(3, seed=5) == dates.written_dates(7, seed=5)[:3]
+    assert dates.written_dates(30, seed=5) != dates.written_dates(30, seed=6)
+
+
+def test_no_test_day_is_a_training_day():
+    training = {iso for _, iso in dates.written_dates(20_000, seed=0)}
+    test = {iso for _, iso in dates.written_dates(3_000, seed=1, test=True)}
+    assert len(test) > 1_500
+    assert not training & test
+
+
+def test_every_form_can_be_read_back():
+    """By rules of our own, which know nothing of the generator."""
+    for written, iso in dates.written_dates(3_000, seed=2):
+        assert read_back(written) == iso, written
+        assert len(written) <= dates.LONGEST
+
+
+def read_back(text):
+    names = re.findall("...", "janfebmaraprmayjunjulaugsepoctnovdec")
+    words = re.findall(r"[a-z]+|\d+", text.lower())
+    month = [names.index(w[:3]) + 1 for w in words if w[:3] in names]
+    numbers = [w for w in words if w.isdigit()]
+    if month:
+        day, year = numbers
+        month = month[0]
+    elif "/" in text:
+        month, day, year = numbers
+    else:
+        day, month, year = numbers
+    year = int(year)
+    if year < 100:
+        year += 2000 if year < 50 else 1900
+    return f"{year}-{int(month):02}-{int(day):02}"
+
+
+def test_all_forms_occur():
+    kinds = list(dates.FORMS.values())
+    assert len(kinds) >= 8
+    one = date(2031, 5, 2)
+    possible = {form(one) for form in kinds}
+    assert len(possible) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        *((1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th")),
+        *((13, "13th"), (21, "21st"), (22, "22nd"), (23, "23rd"), (31, "31st")),
+    ],
+)
+def test_ordinals(n, text):
+    assert dates.ordinal(n) == text
