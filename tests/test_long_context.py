@@ -399,7 +399,8 @@ def linear_by_elu(q, k, v, causal):
     q, k = elu(q), elu(k)
     if not causal:
         below = torch.einsum("...qd,...d->...q", q, k.sum(-2))[..., None]
-        return torch.einsum("...qd,...kd,...kv->...qv", q, k, v) / (below + 1e-6)
+        s = torch.einsum("...kd,...kv->...dv", k, v)
+        return torch.einsum("...qd,...dv->...qv", q, s) / (below + 1e-6)
     checked(t_q=t_q, t_k=t_k)
     s = torch.einsum("...td,...tv->...tdv", k, v).cumsum(-3)[..., t_k - t_q :, :, :]
     below = (q * k.cumsum(-2)[..., t_k - t_q :, :]).sum(-1, keepdim=True)
@@ -673,6 +674,19 @@ def large_epsilon(q, k, v, causal):
     w = elu(q) @ elu(k).mT
     w = w.tril(k.shape[-2] - q.shape[-2]) if causal else w
     return w @ v / (w.sum(-1, keepdim=True) + 1e-2)
+
+
+def one_einsum(q, k, v, causal):
+    """It multiplies q and k first, into a table."""
+    if causal:
+        return reference.linear_attention(q, k, v, True)
+    q, k = elu(q), elu(k)
+    below = torch.einsum("...qd,...d->...q", q, k.sum(-2))[..., None]
+    return torch.einsum("...qd,...kd,...kv->...qv", q, k, v) / below
+
+
+def test_an_einsum_that_makes_a_table_is_noticed():
+    fails(one_einsum, "linear_attention", "table_of_weights")
 
 
 def divided_by_length(q, k, v, causal):
