@@ -676,7 +676,8 @@ def grows_linearly(t, f, *args, what):
     "each query gets attention over its window, whatever the block size",
     "Take one block of queries. Which is the first key that its first query sees, "
     "which is the last key that its last query sees? Between them, who sees what is "
-    "your sliding window again.",
+    "your sliding window again. For the first block: a slice that begins at a negative "
+    "number counts from the end.",
 )
 def _(answer, t):
     x = heads(t_q=8, t_k=8)
@@ -1452,7 +1453,7 @@ def compare_steps(answer, t, *x):
 )
 def _(answer, t):
     compare_steps(answer, t, *heads(t_q=1, t_k=1))
-    compare_steps(answer, t, *heads(2, 3, t_q=1, t_k=1, d=2, d_v=4, seed=1))
+    compare_steps(answer, t, *heads(t_q=1, t_k=1, d=2, d_v=4, seed=1))
 
 
 @step.requires(
@@ -1461,7 +1462,16 @@ def _(answer, t):
 )
 def _(answer, t):
     compare_steps(answer, t, *heads(t_q=4, t_k=4, seed=2))
-    compare_steps(answer, t, *heads(2, 3, t_q=5, t_k=5, d=3, d_v=7, seed=5))
+    compare_steps(answer, t, *heads(t_q=5, t_k=5, d=3, d_v=7, seed=5))
+
+
+@step.requires(
+    "batches and heads in front are each treated by themselves",
+    "Count dimensions from the end; `torch.outer` and `torch.dot` know vectors alone.",
+)
+def _(answer, t):
+    compare_steps(answer, t, *heads(2, t_q=3, t_k=3, seed=6))
+    compare_steps(answer, t, *heads(2, 3, t_q=3, t_k=3, d=3, d_v=7, seed=7))
 
 
 @step.requires(
@@ -1651,6 +1661,18 @@ step.fault(
     "The query is divided by the root of d before φ. That root belongs to the softmax.",
     stepping(map_q=lambda x: phi(x / math.sqrt(x.shape[-1]))),
 )
+
+
+@step.fault(
+    "vectors_alone",
+    "The product is one of two vectors. Batches and heads may stand in front: "
+    "`k[..., :, None] * v[..., None, :]` counts from the end.",
+)
+def _(state, q, k, v):
+    s, z = (0, 0) if state is None else state
+    q, k = phi(q), phi(k)
+    s, z = s + torch.outer(k, v), z + k
+    return q @ s / (q @ z), (s, z)
 
 
 @step.fault(
