@@ -8,13 +8,14 @@ import torch.nn.functional as F
 
 from solutions import long_context as reference
 from solutions.attention import attention, causal_mask
-from solutions.forward_pass import Block, TransformerConfig
+from solutions.forward_pass import Block, Transformer, TransformerConfig
 from solutions.rnn_baseline import gradient_reach
+from utils import long_text
 from utils.check import evaluate, evaluate_joint
 from utils.cost import Cost, peak_megabytes, work
 from utils.exercise import Joint
 from utils.exercises.long_context import slow_chunked, slow_linear
-from utils.probe import probe
+from utils.probe import probe, probe_ids
 
 
 def passes(answer, name):
@@ -148,6 +149,29 @@ def test_costs_grow_as_the_lesson_says():
     assert growth(reference.chunked_attention, 16, 16) < 4.6
     assert growth(reference.linear_attention, True) < 4.1
     assert growth(reference.linear_attention, False) < 4.1
+
+
+# The recorded long text ---------------------------------------------------------------
+
+
+def test_the_long_text_is_read_as_the_model_reads_it():
+    torch.manual_seed(0)
+    config = TransformerConfig(17, 8, 2, 4, 2, 6, 12, 600, rope_base=500.0)
+    model, ids = Transformer(config), probe_ids(600, below=17)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="none")
+    found = long_text._losses(model, ids, torch.arange(600), 500.0)
+    torch.testing.assert_close(found, expected)
+    slower = long_text._losses(model, ids, torch.arange(600) / 2, 500.0)
+    assert not torch.allclose(slower, expected)
+
+
+def test_the_record_is_whole():
+    record = long_text.recorded()
+    assert list(record["losses"]) == ["as trained", "interpolated", "NTK base"]
+    assert all(len(x) == 12 for x in record["losses"].values())
+    assert record["tokens"] == long_text.TOKENS > record["max_len"]
+    assert {"date", "device", "torch", "python"} <= set(record)
 
 
 # Bad input ----------------------------------------------------------------------------
