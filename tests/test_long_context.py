@@ -1,0 +1,796 @@
+"""Lesson 14: references against masked softmax; other right answers, and wrong ones."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from solutions import long_context as reference
+from solutions.attention import attention, causal_mask
+from solutions.forward_pass import Block, Transformer, TransformerConfig
+from solutions.rnn_baseline import gradient_reach
+from utils import long_text
+from utils.check import evaluate, evaluate_joint
+from utils.cost import Cost, peak_megabytes, work
+from utils.exercise import Joint
+from utils.exercises.long_context import slow_chunked, slow_linear
+from utils.probe import probe, probe_ids
+
+
+def passes(answer, name):
+    report = evaluate(answer, name)
+    assert report.status == "passed", report.message
+
+
+def fails(answer, name, fault=None):
+    report = evaluate(answer, name)
+    assert report.status == "failed", report.message
+    if fault is not None:
+        assert report.fault == fault, report.message
+
+
+def qkv(*lead, t_q, t_k, d=6, d_v=5, dtype=torch.float64):
+    sizes = ((t_q, d), (t_k, d), (t_k, d_v))
+    return [probe(*lead, *size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
+
+
+# The references against masked softmax and loops --------------------------------------
+
+
+@pytest.mark.parametrize(("t_q", "t_k"), [(9, 9), (4, 9), (1, 7)])
+@pytest.mark.parametrize("window", [1, 3, 20])
+@pytest.mark.parametrize("block", [1, 4, 32])
+def test_chunked_attention_is_masked_attention(t_q, t_k, window, block):
+    q, k, v = qkv(2, 3, t_q=t_q, t_k=t_k)
+    mask = reference.sliding_window_mask(t_q, t_k, window)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    actual = reference.chunked_attention(q, k, v, window, block)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(slow_chunked(q, k, v, window), expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_linear_attention_is_a_table_of_weights(causal):
+    q, k, v = qkv(2, 3, t_q=4, t_k=9)
+    weights = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    weights = weights.tril(5) if causal else weights
+    expected = weights / weights.sum(-1, keepdim=True) @ v
+    torch.testing.assert_close(reference.linear_attention(q, k, v, causal), expected)
+    torch.testing.assert_close(slow_linear(q, k, v, causal), expected)
+
+
+def test_both_forms_of_linear_attention_agree_over_512_steps():
+    q, k, v = qkv(t_q=512, t_k=512, d=16, d_v=16, dtype=torch.float32)
+    at_once, state = reference.linear_attention(q, k, v, True), None
+    for i in range(512):
+        output, state = reference.linear_attention_step(state, q[i], k[i], v[i])
+        assert (output - at_once[i]).abs().max() <= 1e-5
+    assert sum(part.numel() for part in state) == 16 * 16 + 16
+
+
+def test_masks_of_pieces_are_rows_of_the_whole():
+    for mask, settings in (
+        (reference.sliding_window_mask, (3,)),
+        (reference.sink_mask, (3, 2)),
+        (reference.strided_mask, (4,)),
+    ):
+        whole = mask(13, 13, *settings)
+        for t_q in (1, 5, 13):
+            assert torch.equal(mask(t_q, 13, *settings), whole[-t_q:])
+        assert torch.equal(whole & causal_mask(13), whole)
+
+
+def test_masks_by_counting():
+    assert reference.sliding_window_mask(1, 50, 8).sum() == 8
+    assert reference.sink_mask(1, 50, 8, 4).sum() == 12
+    assert reference.strided_mask(1, 50, 7).sum() == 7 + 7
+    assert torch.equal(reference.sink_mask(5, 5, 2, 9), causal_mask(5))
+
+
+def test_two_strided_hops_reach_everything():
+    mask = reference.strided_mask(40, 40, 6).int()
+    assert torch.equal((mask @ mask) > 0, causal_mask(40))
+    assert not torch.equal(mask > 0, causal_mask(40))
+
+
+@pytest.mark.parametrize(("n_layers", "window"), [(1, 5), (2, 5), (3, 4)])
+def test_a_stack_of_windows_reaches_as_far_as_the_lesson_says(n_layers, window):
+    torch.manual_seed(0)
+    config = TransformerConfig(5, 8, n_layers, 2, 1, 4, 12, 32)
+    blocks = [Block(config) for _ in range(n_layers)]
+    mask = reference.sliding_window_mask(24, 24, window)
+
+    def through(x):
+        for block in blocks:
+            x = block(x, mask)
+        return x
+
+    norms = gradient_reach(through, probe(2, 24, 8)).flip(0)
+    assert int(norms.nonzero().max()) == n_layers * (window - 1)
+
+
+# Costs are counted --------------------------------------------------------------------
+
+
+def test_cost_counts_products_and_what_is_written():
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    with Cost() as cost:
+        out = a @ b
+        out[0].fill_(7)
+        out.mT[1:].exp()
+    assert cost.flops == 2 * 3 * 4 * 5
+    assert cost.written == 15 + 5 + 12
+
+
+def test_peak_memory_forgets_what_is_gone():
+    def one_at_a_time():
+        for _ in range(5):
+            torch.ones(250_000).sum()
+
+    def all_at_once():
+        return [torch.ones(250_000) for _ in range(5)]
+
+    assert peak_megabytes(all_at_once) > 4.9
+    assert peak_megabytes(one_at_a_time) < 2.1
+
+
+def test_costs_grow_as_the_lesson_says():
+    def growth(f, *args):
+        small, large = (
+            work(f, *qkv(t_q=t, t_k=t, dtype=torch.float32), *args) for t in (128, 512)
+        )
+        return large / small
+
+    def full(q, k, v):
+        return attention(q, k, v, causal_mask(len(q)))
+
+    assert 14 < growth(full) < 16.5
+    assert growth(reference.chunked_attention, 16, 16) < 4.6
+    assert growth(reference.linear_attention, True) < 4.1
+    assert growth(reference.linear_attention, False) < 4.1
+
+
+# The recorded long text ---------------------------------------------------------------
+
+
+def test_the_long_text_is_read_as_the_model_reads_it():
+    torch.manual_seed(0)
+    config = TransformerConfig(17, 8, 2, 4, 2, 6, 12, 600, rope_base=500.0)
+    model, ids = Transformer(config), probe_ids(600, below=17)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="none")
+    found = long_text._losses(model, ids, torch.arange(600), 500.0)
+    torch.testing.assert_close(found, expected)
+    slower = long_text._losses(model, ids, torch.arange(600) / 2, 500.0)
+    assert not torch.allclose(slower, expected)
+
+
+def test_the_record_is_whole():
+    record = long_text.recorded()
+    assert list(record["losses"]) == ["as trained", "interpolated", "NTK base"]
+    assert all(len(x) == 12 for x in record["losses"].values())
+    assert record["tokens"] == long_text.TOKENS > record["max_len"]
+    assert {"date", "device", "torch", "python"} <= set(record)
+
+
+# Bad input ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "args", "named"),
+    [
+        ("sliding_window_mask", (4, 5, 0), ("0",)),
+        ("sliding_window_mask", (4, 5, -1), ("-1",)),
+        ("sliding_window_mask", (6, 5, 2), ("6", "5")),
+        ("sink_mask", (4, 5, 0, 2), ("0",)),
+        ("sink_mask", (4, 5, 2, -3), ("-3",)),
+        ("sink_mask", (6, 5, 2, 1), ("6", "5")),
+        ("strided_mask", (4, 5, 0), ("0",)),
+        ("strided_mask", (4, 5, -2), ("-2",)),
+        ("strided_mask", (6, 5, 2), ("6", "5")),
+    ],
+)
+def test_masks_refuse_bad_sizes(mask, args, named):
+    with pytest.raises(ValueError) as error:
+        getattr(reference, mask)(*args)
+    assert all(n in str(error.value) for n in named)
+
+
+def test_attentions_refuse_bad_sizes():
+    x = qkv(t_q=5, t_k=5)
+    for window, block, named in (
+        (0, 2, "0"),
+        (-2, 2, "-2"),
+        (2, 0, "0"),
+        (2, -3, "-3"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            reference.chunked_attention(*x, window, block)
+    with pytest.raises(ValueError, match=r"6.*5"):
+        reference.chunked_attention(*qkv(t_q=6, t_k=5), 2, 2)
+    with pytest.raises(ValueError, match=r"6.*5"):
+        reference.linear_attention(*qkv(t_q=6, t_k=5), True)
+    assert reference.linear_attention(*qkv(t_q=6, t_k=5), False).shape == (6, 5)
+
+
+# Right answers in another form --------------------------------------------------------
+
+
+def checked(*pairs, t_q=0, t_k=0):
+    if t_q > t_k:
+        raise ValueError(f"t_q={t_q} but t_k={t_k}")
+    for value, least in pairs:
+        if value < least:
+            raise ValueError(f"{value} is below {least}")
+
+
+def window_by_triangles(t_q, t_k, window):
+    checked((window, 1), t_q=t_q, t_k=t_k)
+    ones, offset = torch.ones(t_q, t_k, dtype=torch.bool), t_k - t_q
+    return ones.tril(offset) & ones.triu(offset - window + 1)
+
+
+def window_by_loops(t_q, t_k, window):
+    checked((window, 1), t_q=t_q, t_k=t_k)
+    mask = torch.zeros((t_q, t_k), dtype=torch.bool)
+    for i in range(t_q):
+        at = t_k - t_q + i
+        mask[i, max(0, at - window + 1) : at + 1] = True
+    return mask
+
+
+def window_from_the_whole(t_q, t_k, window):
+    checked((window, 1), t_q=t_q, t_k=t_k)
+    at = torch.arange(t_k)
+    whole = (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - window)
+    return whole[t_k - t_q :]
+
+
+def window_by_difference(t_q, t_k, window):
+    checked((window, 1), t_q=t_q, t_k=t_k)
+    causal = causal_mask(t_q, t_k)
+    return causal & ~torch.ones(t_q, t_k).tril(t_k - t_q - window).bool()
+
+
+def sinks_by_assignment(t_q, t_k, window, n_sinks):
+    checked((window, 1), (n_sinks, 0), t_q=t_q, t_k=t_k)
+    mask = window_by_triangles(t_q=t_q, t_k=t_k, window=window)
+    mask[:, :n_sinks] = True
+    return mask & causal_mask(t_q, t_k)
+
+
+def sinks_by_where(t_q, t_k, window, n_sinks):
+    checked((window, 1), (n_sinks, 0), t_q=t_q, t_k=t_k)
+    i = torch.arange(t_k - t_q, t_k).unsqueeze(1)
+    j = torch.arange(t_k).unsqueeze(0)
+    return torch.where(j < n_sinks, j <= i, (j <= i) & (j > i - window))
+
+
+def sinks_by_loops(t_q, t_k, window, n_sinks):
+    checked((window, 1), (n_sinks, 0), t_q=t_q, t_k=t_k)
+    rows = []
+    for i in range(t_k - t_q, t_k):
+        seen = set(range(min(n_sinks, i + 1))) | set(
+            range(max(0, i - window + 1), i + 1)
+        )
+        rows.append([j in seen for j in range(t_k)])
+    return torch.tensor(rows, dtype=torch.bool).view(t_q, t_k)
+
+
+def strided_by_loops(t_q, t_k, stride):
+    checked((stride, 1), t_q=t_q, t_k=t_k)
+    mask = torch.zeros(t_q, t_k, dtype=torch.bool)
+    for row in range(t_q):
+        i = row + t_k - t_q
+        mask[row, max(0, i - stride + 1) : i + 1] = True
+        mask[row, range(i, -1, -stride)] = True
+    return mask
+
+
+def strided_by_diagonals(t_q, t_k, stride):
+    checked((stride, 1), t_q=t_q, t_k=t_k)
+    mask = window_by_triangles(t_q, t_k, stride)
+    ones = torch.ones(t_q, t_k, dtype=torch.bool)
+    for far in range(0, t_k, stride):
+        mask = mask | (ones.tril(t_k - t_q - far) & ones.triu(t_k - t_q - far))
+    return mask
+
+
+def strided_by_remainders(t_q, t_k, stride):
+    checked((stride, 1), t_q=t_q, t_k=t_k)
+    at = torch.arange(t_k)
+    same = (at[:, None] % stride) == (at % stride)
+    near = (at[:, None] - at) < stride
+    return ((same | near) & (at[:, None] >= at))[t_k - t_q :]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("sliding_window_mask", window_by_triangles),
+        ("sliding_window_mask", window_by_loops),
+        ("sliding_window_mask", window_from_the_whole),
+        ("sliding_window_mask", window_by_difference),
+        ("sink_mask", sinks_by_assignment),
+        ("sink_mask", sinks_by_where),
+        ("sink_mask", sinks_by_loops),
+        ("strided_mask", strided_by_loops),
+        ("strided_mask", strided_by_diagonals),
+        ("strided_mask", strided_by_remainders),
+    ],
+)
+def test_other_right_masks_pass(name, answer):
+    passes(answer, name)
+
+
+def chunked_by_queries(q, k, v, window, block):
+    """One query at a time."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    rows = []
+    for i in range(t_q):
+        end = i + t_k - t_q + 1
+        begin = max(end - window, 0)
+        part = q[..., i : i + 1, :], k[..., begin:end, :], v[..., begin:end, :]
+        rows.append(F.scaled_dot_product_attention(*part))
+    return torch.cat(rows, dim=-2)
+
+
+def chunked_in_place(q, k, v, window, block):
+    """Into a result that is made first, the mask from positions."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    out, shift = q.new_empty(*q.shape[:-1], v.shape[-1]), t_k - t_q
+    for begin in range(0, t_q, block):
+        end = min(t_q, begin + block)
+        low, high = max(0, begin + shift + 1 - window), end + shift
+        i = torch.arange(begin + shift, high, device=q.device)[:, None]
+        j = torch.arange(low, high, device=q.device)[None]
+        scores = q[..., begin:end, :] @ k[..., low:high, :].mT / q.shape[-1] ** 0.5
+        scores = scores.masked_fill((j > i) | (j <= i - window), -math.inf)
+        out[..., begin:end, :] = scores.softmax(-1) @ v[..., low:high, :]
+    return out
+
+
+def chunked_by_gathering(q, k, v, window, block):
+    """The window of every query collected, all at once."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    at = torch.arange(t_k - t_q, t_k, device=q.device)[:, None]
+    at = at - torch.arange(window, device=q.device)
+    near, there = at.clamp(min=0), (at >= 0)[:, None]
+    return attention(q[..., None, :], k[..., near, :], v[..., near, :], there).squeeze(
+        -2
+    )
+
+
+def chunked_with_spare_keys(q, k, v, window, block):
+    """A few keys more than needed in each slice."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    outputs = []
+    for part in torch.arange(t_q).split(block):
+        n, end = len(part), int(part[-1]) + 1 + t_k - t_q
+        low = max(0, end - n - window - 3)
+        mask = reference.sliding_window_mask(n, end - low, window).to(q.device)
+        keys, values = k[..., low:end, :], v[..., low:end, :]
+        outputs.append(attention(q[..., part, :], keys, values, mask))
+    return torch.cat(outputs, dim=-2)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        chunked_by_queries,
+        chunked_in_place,
+        chunked_by_gathering,
+        chunked_with_spare_keys,
+    ],
+)
+def test_other_right_chunked_attentions_pass(answer):
+    passes(answer, "chunked_attention")
+
+
+def features_by_parts(x):
+    return x.clamp(min=0) + x.clamp(max=0).exp()
+
+
+def features_by_mask(x):
+    out = torch.exp(torch.minimum(x, torch.zeros_like(x)))
+    return out.where(x <= 0, 1 + x)
+
+
+def features_by_relu(x):
+    return F.relu(x) + torch.exp(-F.relu(-x))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [features_by_parts, features_by_mask, features_by_relu],
+)
+def test_other_right_features_pass(answer):
+    passes(answer, "feature_map")
+
+
+def elu(x):
+    return F.elu(x) + 1
+
+
+def linear_by_elu(q, k, v, causal):
+    """The published form, with a small number against division by 0."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    q, k = elu(q), elu(k)
+    if not causal:
+        below = torch.einsum("...qd,...d->...q", q, k.sum(-2))[..., None]
+        s = torch.einsum("...kd,...kv->...dv", k, v)
+        return torch.einsum("...qd,...dv->...qv", q, s) / (below + 1e-6)
+    checked(t_q=t_q, t_k=t_k)
+    s = torch.einsum("...td,...tv->...tdv", k, v).cumsum(-3)[..., t_k - t_q :, :, :]
+    below = (q * k.cumsum(-2)[..., t_k - t_q :, :]).sum(-1, keepdim=True)
+    return torch.einsum("...td,...tdv->...tv", q, s) / (below + 1e-6)
+
+
+def linear_by_steps(q, k, v, causal):
+    """A loop over time, with the old keys first."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    if not causal:
+        ones = torch.ones_like(v[..., :1])
+        both = elu(q) @ (elu(k).mT @ torch.cat([v, ones], dim=-1))
+        return both[..., :-1] / both[..., -1:]
+    checked(t_q=t_q, t_k=t_k)
+    s = z = 0
+    outputs = []
+    for j in range(t_k):
+        key = elu(k[..., j, :])
+        s, z = s + key[..., None] * v[..., None, j, :], z + key
+        i = j - (t_k - t_q)
+        if i >= 0:
+            query = elu(q[..., i, :])
+            top = (query[..., None] * s).sum(-2)
+            outputs.append(top / (query * z).sum(-1, keepdim=True))
+    return torch.stack(outputs, dim=-2)
+
+
+def linear_in_float64(q, k, v, causal):
+    wide = reference.linear_attention(q.double(), k.double(), v.double(), causal=causal)
+    return wide.to(q.dtype)
+
+
+def linear_in_chunks(q, k, v, causal, size=16):
+    """A state between chunks, a small table inside them."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    if not causal:
+        return linear_by_steps(q, k, v, False)
+    checked(t_q=t_q, t_k=t_k)
+    shift = t_k - t_q
+    q, k = elu(q), elu(k)
+    s = k[..., :shift, :].mT @ v[..., :shift, :]
+    z = k[..., :shift, :].sum(-2)
+    outputs = []
+    for begin in range(0, t_q, size):
+        part = q[..., begin : begin + size, :]
+        keys = k[..., shift + begin : shift + begin + size, :]
+        values = v[..., shift + begin : shift + begin + size, :]
+        inside = (part @ keys.mT).tril()
+        below = (part * z[..., None, :]).sum(-1, keepdim=True)
+        below = below + inside.sum(-1, keepdim=True)
+        outputs.append((part @ s + inside @ values) / below)
+        s, z = s + keys.mT @ values, z + keys.sum(-2)
+    return torch.cat(outputs, dim=-2)
+
+
+@pytest.mark.parametrize(
+    "answer", [linear_by_elu, linear_by_steps, linear_in_float64, linear_in_chunks]
+)
+def test_other_right_linear_attentions_pass(answer):
+    passes(answer, "linear_attention")
+
+
+def step_by_einsum(state, q, k, v):
+    q, k = elu(q), elu(k)
+    new = torch.einsum("...d,...v->...dv", k, v), k
+    s, z = new if state is None else [a + b for a, b in zip(state, new, strict=True)]
+    below = torch.einsum("...d,...d->...", q, z)[..., None]
+    return torch.einsum("...d,...dv->...v", q, s) / below, [s, z]
+
+
+def step_with_an_epsilon(state, q, k, v):
+    output, (s, z) = step_by_einsum(state, q, k, v)
+    below = (elu(q) * z).sum(-1, keepdim=True)
+    return output * below / (below + 1e-6), (s, z)
+
+
+def step_from_zeros(state, q, k, v):
+    if state is None:
+        state = k.new_zeros(*k.shape, v.shape[-1]), torch.zeros_like(k)
+    s = state[0] + elu(k).unsqueeze(-1) @ v.unsqueeze(-2)
+    z = state[1].add(elu(k))
+    weights = elu(q) / (elu(q) * z).sum(-1, keepdim=True)
+    return (weights.unsqueeze(-1) * s).sum(-2), (s, z)
+
+
+def step_with_a_copy(state, q, k, v):
+    s, z = (0 * k[..., None] * v[..., None, :], 0 * k) if state is None else state
+    s, z = s.clone(), z.clone()
+    s += feature(k)[..., None] * v[..., None, :]
+    z += feature(k)
+    return (feature(q)[..., None, :] @ s)[..., 0, :] / (feature(q) * z).sum(
+        dim=-1, keepdim=True
+    ), (s, z)
+
+
+def feature(x):
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+@pytest.mark.parametrize(
+    "answer", [step_by_einsum, step_with_an_epsilon, step_from_zeros, step_with_a_copy]
+)
+def test_other_right_steps_pass(answer):
+    passes(answer, "linear_attention_step")
+
+
+# Wrong answers that no fault lists ----------------------------------------------------
+
+
+def rounded_to_blocks(t_q, t_k, window):
+    """Every window begins at a multiple of two."""
+    mask = reference.sliding_window_mask(t_q, t_k, window)
+    even = torch.arange(t_k) % 2 == 0
+    return mask & (even | mask.roll(1, -1))
+
+
+def square_only(t_q, t_k, window):
+    mask = reference.sliding_window_mask(t_q, t_k, window)
+    return mask if t_q == t_k else causal_mask(t_q, t_k)
+
+
+def window_in_int(t_q, t_k, window):
+    return reference.sliding_window_mask(t_q, t_k, window).int()
+
+
+def empty_for_one_query(t_q, t_k, window):
+    mask = reference.sliding_window_mask(t_q, t_k, window)
+    return mask if t_q > 1 else torch.ones_like(mask)
+
+
+def at_most_four_sinks(t_q, t_k, window, n_sinks):
+    return reference.sink_mask(t_q, t_k, window, min(n_sinks, 4))
+
+
+def sinks_only_when_far(t_q, t_k, window, n_sinks):
+    mask = reference.sink_mask(t_q, t_k, window, n_sinks)
+    return mask if t_k < 7 else reference.sliding_window_mask(t_q, t_k, window)
+
+
+def one_stride_back(t_q, t_k, stride):
+    mask = reference.strided_mask(t_q, t_k, stride)
+    return mask & ~torch.ones_like(mask).tril(t_k - t_q - 2 * stride)
+
+
+def powers_of_the_stride(t_q, t_k, stride):
+    mask = reference.sliding_window_mask(t_q, t_k, max(stride, 1))
+    back = torch.arange(t_k - t_q, t_k)[:, None] - torch.arange(t_k)
+    for power in range(1, 6):
+        mask = mask | (back == stride**power)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("sliding_window_mask", rounded_to_blocks),
+        ("sliding_window_mask", square_only),
+        ("sliding_window_mask", window_in_int),
+        ("sliding_window_mask", empty_for_one_query),
+        ("sink_mask", at_most_four_sinks),
+        ("sink_mask", sinks_only_when_far),
+        ("strided_mask", one_stride_back),
+        ("strided_mask", powers_of_the_stride),
+    ],
+)
+def test_other_wrong_masks_fail(name, answer):
+    fails(answer, name)
+
+
+def whole_rows_of_scores(q, k, v, window, block):
+    """Blocks of queries, each with every key."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    outputs = []
+    for begin in range(0, t_q, block):
+        end = min(begin + block, t_q)
+        mask = reference.sliding_window_mask(end - begin, end + t_k - t_q, window)
+        upto = k[..., : end + t_k - t_q, :], v[..., : end + t_k - t_q, :]
+        outputs.append(attention(q[..., begin:end, :], *upto, mask.to(q.device)))
+    return torch.cat(outputs, dim=-2)
+
+
+def mask_of_the_whole(q, k, v, window, block):
+    """Blocks, with slices of one large mask."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((block, 1), t_q=t_q, t_k=t_k)
+    whole = reference.sliding_window_mask(t_q, t_k, window).to(q.device)
+    outputs = []
+    for begin in range(0, t_q, block):
+        end = min(begin + block, t_q)
+        near = slice(max(0, begin + t_k - t_q + 1 - window), end + t_k - t_q)
+        part = q[..., begin:end, :], k[..., near, :], v[..., near, :]
+        outputs.append(attention(*part, whole[begin:end, near]))
+    return torch.cat(outputs, dim=-2)
+
+
+def built_in_with_a_mask(q, k, v, window, block):
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((block, 1), t_q=t_q, t_k=t_k)
+    mask = reference.sliding_window_mask(t_q, t_k, window).to(q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "answer", [whole_rows_of_scores, mask_of_the_whole, built_in_with_a_mask]
+)
+def test_quadratic_work_is_noticed(answer):
+    fails(answer, "chunked_attention", "quadratic_work")
+
+
+def right_but(change):
+    """Right where `change(q, k, v, window, block)` gives None."""
+
+    def answer(q, k, v, window, block):
+        out = change(q, k, v, window, block)
+        return (
+            reference.chunked_attention(q, k, v, window, block) if out is None else out
+        )
+
+    return answer
+
+
+WRONG_CHUNKS = {
+    "block_as_a_multiple_of_the_window": lambda q, k, v, w, b: (
+        reference.chunked_attention(q, k, v, -(-w // b) * b, b) if w > 0 < b else None
+    ),
+    "no_gradient": lambda q, k, v, w, b: reference.chunked_attention(
+        q, k, v, w, b
+    ).detach(),
+    "in_float32": lambda q, k, v, w, b: reference.chunked_attention(
+        q.float(), k.float(), v.float(), w, b
+    ),
+    "last_row_of_the_batch": lambda q, k, v, w, b: (
+        reference.chunked_attention(q, k, v, w, b)[-1:].expand(*q.shape[:-1], -1)
+        if q.dim() == 4
+        else None
+    ),
+    "short_texts_unwindowed": lambda q, k, v, w, b: (
+        attention(q, k, v, causal_mask(q.shape[-2], k.shape[-2]))
+        if q.shape[-2] <= b and w > 0 and q.shape[-2] <= k.shape[-2]
+        else None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CHUNKS)
+def test_other_wrong_chunked_attentions_fail(name):
+    fails(right_but(WRONG_CHUNKS[name]), "chunked_attention")
+
+
+def squared_relu(x):
+    return x.relu().square() + 1
+
+
+def features_of_the_mean(x):
+    return reference.feature_map(x - x.mean())
+
+
+def a_little_more(x):
+    return reference.feature_map(x) + 1e-3
+
+
+@pytest.mark.parametrize("answer", [squared_relu, features_of_the_mean, a_little_more])
+def test_other_wrong_features_fail(answer):
+    fails(answer, "feature_map")
+
+
+def large_epsilon(q, k, v, causal):
+    if causal:
+        checked(t_q=q.shape[-2], t_k=k.shape[-2])
+    w = elu(q) @ elu(k).mT
+    w = w.tril(k.shape[-2] - q.shape[-2]) if causal else w
+    return w @ v / (w.sum(-1, keepdim=True) + 1e-2)
+
+
+def one_einsum(q, k, v, causal):
+    """It multiplies q and k first, into a table."""
+    if causal:
+        return reference.linear_attention(q, k, v, True)
+    q, k = elu(q), elu(k)
+    below = torch.einsum("...qd,...d->...q", q, k.sum(-2))[..., None]
+    return torch.einsum("...qd,...kd,...kv->...qv", q, k, v) / below
+
+
+def test_an_einsum_that_makes_a_table_is_noticed():
+    fails(one_einsum, "linear_attention", "table_of_weights")
+
+
+def divided_by_length(q, k, v, causal):
+    out = reference.linear_attention(q, k, v, causal)
+    return out * (1 + 1 / k.shape[-2])
+
+
+def heads_share_a_sum(q, k, v, causal):
+    if q.dim() < 4:
+        return reference.linear_attention(q, k, v, causal)
+    return reference.linear_attention(
+        q, k.mean(1, keepdim=True).expand_as(k), v, causal
+    )
+
+
+def divisor_detached(q, k, v, causal):
+    right = reference.linear_attention(q, k, v, causal)
+    same = reference.linear_attention(q.detach(), k, v, causal)
+    return right.detach() + same - same.detach()
+
+
+@pytest.mark.parametrize(
+    "answer", [large_epsilon, divided_by_length, heads_share_a_sum, divisor_detached]
+)
+def test_other_wrong_linear_attentions_fail(answer):
+    fails(answer, "linear_attention")
+
+
+def test_a_step_that_keeps_its_own_state_fails():
+    kept = []
+
+    def from_a_list(state, q, k, v):
+        output, state = reference.linear_attention_step(
+            kept[-1] if kept else None, q, k, v
+        )
+        kept[:] = [state]
+        return output, state
+
+    fails(from_a_list, "linear_attention_step")
+
+
+def test_other_wrong_steps_fail():
+    def cut_off(state, q, k, v):
+        state = None if state is None else [x.detach() for x in state]
+        return reference.linear_attention_step(state, q, k, v)
+
+    def drops_the_first(state, q, k, v):
+        output, new = reference.linear_attention_step(state, q, k, v)
+        return output, (new[0], new[1] * (1 + 1e-3))
+
+    def only_a_tensor(state, q, k, v):
+        old = None if state is None else (state[..., :-1], state[..., -1])
+        output, (s, z) = reference.linear_attention_step(old, q, k, v)
+        return output, torch.cat([s, z[..., None]], dim=-1)
+
+    for answer in (cut_off, drops_the_first, only_a_tensor):
+        fails(answer, "linear_attention_step")
+
+
+# What must fit together ---------------------------------------------------------------
+
+JOINT = "long_context_in_a_decoder"
+
+
+def test_other_right_parts_fit():
+    parts = Joint.registry[JOINT].reference | {
+        "sliding_window_mask": window_by_loops,
+        "sink_mask": sinks_by_where,
+        "strided_mask": strided_by_diagonals,
+        "chunked_attention": chunked_by_gathering,
+        "linear_attention": linear_in_chunks,
+        "linear_attention_step": step_by_einsum,
+    }
+    report = evaluate_joint(JOINT, parts)
+    assert report.status == "passed", report.message
+
+
+def test_a_mask_for_one_head_alone_does_not_fit():
+    def with_heads(t_q, t_k, window):
+        return reference.sliding_window_mask(t_q, t_k, window).repeat(3, 1, 1)
+
+    parts = Joint.registry[JOINT].reference | {"sliding_window_mask": with_heads}
+    assert evaluate_joint(JOINT, parts).status == "failed"
