@@ -20,6 +20,8 @@ from utils.exercises.forward_pass import (
     continued,
     doubled,
     model_shapes,
+    normed,
+    one_block,
     seeded,
     turned,
     weights_for,
@@ -1674,6 +1676,33 @@ def _(answer, t):
     chunks_agree(t, answer, replace(LONG, n_kv_heads=1, rope_base=50.0), (3, 4), 1420)
 
 
+def windowed(ids, p, c, window):
+    """Logits of a decoder of style llama whose queries see `window` positions."""
+    at = torch.arange(ids.shape[1])
+    distance = at[:, None] - at
+    mask = (distance >= 0) & (distance < window)
+    x = p["embedding"][ids]
+    for i in range(c.n_layers):
+        start = f"blocks.{i}."
+        own = {n.removeprefix(start): w for n, w in p.items() if n.startswith(start)}
+        x = one_block(x, own, c, mask)
+    return F.linear(normed(x, p, "norm", c), p["head"])
+
+
+@forward_.requires(
+    "the keys are those that append returned, also where a cache forgets old ones",
+    "`cache.length` counts what has passed; how many keys there are, their shape tells.",
+)
+def _(answer, t):
+    model, _ = decoder(LONG, 1450)
+    wide = doubled(weights_for(model_shapes(LONG), 1450))
+    ids = probe_ids(2, 9, below=23, seed=25)
+    cache = Rolling(3, 2, 2, 4, 4)
+    in_chunks(
+        t, answer, model, lambda ids: windowed(ids, wide, LONG, 4), ids, (1,) * 9, cache
+    )
+
+
 @forward_.requires(
     'style "gpt2": learned positions and biases',
     "Call the layers (`part.w_q(y)`), so that biases come along. And where do learned "
@@ -1856,8 +1885,6 @@ def forward_with(knob=""):
             x = x + attend(block, block.norm_1(x), layer, cache, start, positions, c)
             y = x if knob == "second_norm_forgotten" else block.norm_2(x)
             x = x + block.feed_forward(y)
-        if knob == "positions_of_the_first_row":
-            x = x + 0
         x = x if knob == "last_norm_forgotten" else model.norm(x)
         logits = model.head(x[:, -1:] if knob == "last_position_only" else x)
         return logits
@@ -1941,6 +1968,9 @@ def forward_with(knob=""):
                 mask = mask & (j < t_k - pads[:, None])[:, None, None]
             else:
                 mask = mask & (j >= pads[:, None])[:, None, None]
+        if knob == "mask_from_the_length":
+            j = torch.arange(start + t, device=y.device)
+            mask = (j <= i + start)[None, None]
         if knob == "square_mask":
             mask = mask[..., -t:]
         out = attended(q, k, v, mask)
@@ -1966,6 +1996,8 @@ FORWARD_FAULTS = {
     "mask_top_left": "The mask is aligned top-left: the first query of a chunk sees one "
     "key. The queries are the *last* positions.",
     "prefix_hidden": "A chunk sees itself alone, not the prefix.",
+    "mask_from_the_length": "The mask is made for `length` + T keys. A cache that forgets "
+    "returns fewer: take their number from the keys' shape.",
     "itself_hidden": "No token sees itself.",
     "position_zero": "Every call starts at position 0. A new token's position is how many "
     "the cache holds.",
