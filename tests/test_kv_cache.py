@@ -131,7 +131,7 @@ def test_other_dtypes(dtype):
 
 def test_cache_of_transformers_holds_the_same_keys_up_to_their_order():
     """Rotated keys, one head: theirs pair halves, ours neighbours."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     c = TransformerConfig(31, 16, 2, 4, 2, 8, 24, 32)
     ours = model_of(c, seed=7)
@@ -179,12 +179,11 @@ def test_cache_of_transformers_holds_the_same_keys_up_to_their_order():
             state[f"model.layers.{i}.{other}.weight"] = weight
     theirs.load_state_dict(state)
     ids = probe_ids(2, 9, below=31)
-    cache, past = room(c, 2), None
+    cache, past = room(c, 2), DynamicCache(config=theirs.config)
     for part in ids.split([4, 1, 4], 1):
         found = cached_forward(ours, part, cache)
         with torch.no_grad():
-            out = theirs(part, past_key_values=past, use_cache=True)
-        past = out.past_key_values
+            out = theirs(part, cache=past, use_cache=True)
         torch.testing.assert_close(found, out.logits, atol=1e-4, rtol=1e-4)
     keys = past.layers[1].keys  # B K T Dh
     mine = cache.k[1, :, :, :9].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -235,10 +234,11 @@ def test_grouped_heads_are_not_copied():
 def test_bad_input_is_one_sentence_with_the_numbers_and_a_remedy():
     c = CONFIGS[0]
     model, ids = model_of(c), probe_ids(2, 9, below=51)
+    wide = model_of(c).double()
     cases = [
         (partial(cached_forward, model, ids, room(c, 2, 8)), "9 positions.* 8: reset"),
         (partial(cached_forward, model, ids, room(c, 5)), r"\(2, .*\(5, .*build it"),
-        (partial(cached_forward, model.double(), ids, room(c, 2)), "float64.*float32"),
+        (partial(cached_forward, wide, ids, room(c, 2)), "float64.*float32"),
         (partial(chunk_mask, 5, 3), "5 queries .* 3 positions"),
         (partial(KVCache, 1, 2, 3, 4, 5, dtype=torch.int8), "int8.*floating-point"),
         (partial(KVCache, 1, 0, 3, 4, 5), "at least 1"),

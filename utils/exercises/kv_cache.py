@@ -285,7 +285,6 @@ def _(answer, t):
         cache.append,
         0,
         *uneven,
-        mentions=(4, 1),
         because="4 keys with 1 value",
     )
 
