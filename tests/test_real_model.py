@@ -145,7 +145,7 @@ def sure_model():
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(30 if p.dim() > 1 else 1)
-        model.norm.weight[:] = 3
+        model.norm.weight[:] = 1.5
     return model
 
 
@@ -153,7 +153,7 @@ def answers(model, prompt, n, **cache):
     draw = torch.Generator().manual_seed(1)
 
     def pick(logits):
-        return sample(logits[:, :-1], temperature=2.0, generator=draw)
+        return sample(logits[:, :-1], temperature=3.0, generator=draw)
 
     pieces = real_model.answer_pieces(model, Letters(), prompt, n, pick, **cache)
     return "".join(pieces)
