@@ -310,7 +310,7 @@ def fill(model, weights: dict) -> None:
                 f"{tuple(parameters[found].shape)}, the file's has "
                 f"{tuple(value.shape)}: run the check of its exercise."
             )
-        if value.dim() == 2 and value.shape[0] > value.shape[1]:
+        if value.dim() == 2 and value.shape[0] >= value.shape[1]:
             # Same numbers, laid out by columns: a step with a single token multiplies
             # one row by this matrix, which is up to twice as fast then.
             value = value.t().contiguous().t()
