@@ -1001,3 +1001,12 @@ def test_common_mistakes_are_named():
 def test_reference_is_what_the_module_exports():
     for name in ("KVCache", "chunk_mask", "cached_forward", "generate_cached"):
         assert hasattr(reference, name)
+
+
+def test_generated_text_is_an_ordinary_tensor():
+    model, ids = model_of(CONFIGS[0]), probe_ids(2, 3, below=51)
+    for n in (0, 2):
+        text = generate_cached(model, ids, n, temperature=0)
+        assert not text.is_inference() and not text.requires_grad
+        text[:, 0] = 0
+    assert torch.equal(ids, probe_ids(2, 3, below=51))
