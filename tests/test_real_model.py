@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from solutions.forward_pass import Transformer, TransformerConfig, generate, sample
+from solutions.kv_cache import KVCache, cached_forward
 from solutions.tokenizer import BPETokenizer
 from tests.notebooks import environment
 from utils import chat, real_model
@@ -147,6 +149,102 @@ def test_missing_tensor_wrong_shape_and_unknown_name_are_sentences():
         real_model._course_name("blk.0.attn_rot.weight")
 
 
+def test_wide_matrices_lie_by_columns_with_the_same_numbers():
+    model, weights = Transformer(SMALL), weights_of(Transformer(SMALL))
+    real_model.fill(model, weights)
+    wide = model.blocks[1].feed_forward.w_1.weight
+    assert torch.equal(wide, weights["blocks.1.feed_forward.w_1"])
+    assert wide.stride() == (1, 14)
+    assert model.blocks[1].feed_forward.w_2.weight.is_contiguous()
+
+
+class Letters:
+    """A tokenizer of a few letters; the end of a turn is the last of them."""
+
+    def encode(self, text):
+        if text == real_model.END_OF_TURN:
+            return [22]
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(i + ord("a")) for i in ids)
+
+
+@pytest.fixture
+def sure_model():
+    torch.manual_seed(0)
+    model = Transformer(replace(SMALL, tied=False)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(30 if p.dim() > 1 else 1)
+        model.norm.weight[:] = 1.5
+    return model
+
+
+def answers(model, prompt, n, **cache):
+    draw = torch.Generator().manual_seed(1)
+
+    def pick(logits):
+        return sample(logits[:, :-1], temperature=3.0, generator=draw)
+
+    pieces = real_model.answer_pieces(model, Letters(), prompt, n, pick, **cache)
+    return "".join(pieces)
+
+
+def test_answer_through_the_cache_is_the_same(sure_model):
+    cache = {"cache_class": KVCache, "cached_forward": cached_forward}
+    for prompt in ("a", "bcd", "hgfe"):
+        n = SMALL.max_len - len(prompt)
+        plain = answers(sure_model, prompt, n)
+        assert len(set(plain)) > 1
+        assert answers(sure_model, prompt, n, **cache) == plain
+
+
+def test_each_token_of_an_answer_is_read_once(sure_model):
+    read = []
+
+    def watched(model, ids, cache):
+        read.append(ids.shape[1])
+        return cached_forward(model, ids, cache)
+
+    cache = {"cache_class": KVCache, "cached_forward": watched}
+    answers(sure_model, "bcd", 6, **cache)
+    assert read == [3, 1, 1, 1, 1, 1]
+
+
+def test_answer_past_max_len_goes_on_with_the_last_half(sure_model):
+    read = []
+
+    def watched(model, ids, cache):
+        read.append(ids[0].tolist())
+        return cached_forward(model, ids, cache)
+
+    cache = {"cache_class": KVCache, "cached_forward": watched}
+    text = "bcd" + answers(sure_model, "bcd", 14, **cache)
+    assert len(text) == 17
+    assert [len(x) for x in read] == [3, *[1] * 8, 5, *[1] * 4]
+    assert read[9] == Letters().encode(text[7:12])
+    read.clear()
+    answers(sure_model, "abcdefghijklmnop", 2, **cache)
+    assert [len(x) for x in read] == [5, 1]
+
+
+def test_chat_hands_the_parts_of_lesson_10_on(monkeypatch):
+    def pieces(*args, cache_class=None, cached_forward=None, **settings):
+        seen.append((cache_class, cached_forward))
+        yield "x"
+
+    talk, seen, asked = chat.chat, [], iter(["Hi", ""])
+    monkeypatch.setattr(real_model, "answer_pieces", pieces)
+    monkeypatch.setattr(real_model, "load", lambda *a, **k: (None, None))
+    monkeypatch.setattr(
+        chat, "chat", lambda *a, **k: talk(*a, read=lambda _: next(asked), **k)
+    )
+    monkeypatch.setenv("COURSE_PARTS", "reference")
+    assert chat.main(["--parts", "reference"]) == 0
+    assert seen == [(KVCache, cached_forward)]
+
+
 def test_course_cache_decides_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
     assert real_model.cache_folder() == tmp_path
@@ -171,7 +269,7 @@ def test_chat_reads_answers_and_stops(monkeypatch, capsys):
 
 
 def test_interrupted_chat_ends_cleanly(monkeypatch, capsys):
-    def interrupt(*args):
+    def interrupt(*args, **parts):
         raise KeyboardInterrupt
 
     monkeypatch.setenv("COURSE_PARTS", "reference")
@@ -270,6 +368,45 @@ def test_answer_comes_in_pieces_and_ends():
     )
     assert 1 < len(pieces) < 30
     assert "Paris" in "".join(pieces)
+
+
+def test_answer_through_the_cache_is_the_answer():
+    model, tokenizer = loaded()
+    prompt = real_model.chat_prompt([("user", "Name three colours.")])
+    plain, cached = (
+        "".join(
+            real_model.answer_pieces(
+                model, tokenizer, prompt, 16, sample, temperature=0, **cache
+            )
+        )
+        for cache in ({}, {"cache_class": KVCache, "cached_forward": cached_forward})
+    )
+    assert cached == plain != ""
+
+
+def test_cached_logits_are_those_of_one_pass():
+    model, tokenizer = loaded()
+    c = model.config
+    ids = torch.tensor([tokenizer.encode("\n".join(texts()[20:60]))[:17]])
+    with torch.no_grad():
+        whole = model(ids)
+    cache = KVCache(c.n_layers, 1, c.n_kv_heads, 17, c.d_head)
+    for chunks in ([17], [1] * 17, [4] + [1] * 13, [2, 3, 1, 11]):
+        parts = [cached_forward(model, part, cache) for part in ids.split(chunks, 1)]
+        error = (torch.cat(parts, 1) - whole).abs().max().item()
+        assert error <= 1e-3, (chunks, error)
+        cache.reset()
+    rows, pads = torch.cat([ids.roll(p, 1) for p in (0, 5, 2)]), [0, 5, 2]
+    cache = KVCache(c.n_layers, 3, c.n_kv_heads, 17, c.d_head)
+    parts = [
+        cached_forward(model, part, cache, torch.tensor(pads))
+        for part in rows.split([9, 1, 1, 6], 1)
+    ]
+    for row, pad in enumerate(pads):
+        with torch.no_grad():
+            alone = model(rows[row : row + 1, pad:])[0]
+        error = (torch.cat(parts, 1)[row, pad:] - alone).abs().max().item()
+        assert error <= 1e-3, (pad, error)
 
 
 def test_chat_starts_from_the_command_line():

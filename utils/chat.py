@@ -16,7 +16,7 @@ def options(arguments=None):
         "--parts",
         choices=("mine", "reference"),
         default=os.environ.get("COURSE_PARTS", "mine"),
-        help="whose Transformer, sample and tokenizer run (COURSE_PARTS, or mine)",
+        help="whose model, cache, sample and tokenizer run (COURSE_PARTS, or mine)",
     )
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-p", type=float, default=0.95)
@@ -25,8 +25,11 @@ def options(arguments=None):
     return parser.parse_args(arguments)
 
 
-def chat(model, tokenizer, sample, chosen, read=input, write=print) -> None:
-    """Read a question, stream the answer, until an empty line or the end of input."""
+def chat(model, tokenizer, sample, chosen, read=input, write=print, **cache) -> None:
+    """Read a question, stream the answer, until an empty line or the end of input.
+
+    cache: the parts of lesson 10 by name, as in `answer_pieces`.
+    """
     import torch
 
     settings = {"temperature": chosen.temperature, "top_p": chosen.top_p}
@@ -45,7 +48,7 @@ def chat(model, tokenizer, sample, chosen, read=input, write=print) -> None:
         said = ""
         write("model: ", end="", flush=True)
         for piece in real_model.answer_pieces(
-            model, tokenizer, prompt, chosen.max_tokens, sample, **settings
+            model, tokenizer, prompt, chosen.max_tokens, sample, **cache, **settings
         ):
             said += piece
             write(piece, end="", flush=True)
@@ -59,17 +62,24 @@ def main(arguments=None) -> int:
     try:
         from my_transformer import (
             BPETokenizer,
+            KVCache,
             Transformer,
             TransformerConfig,
+            cached_forward,
             sample,
         )
         from utils.parts import whose
 
-        print(f"{whose(Transformer)} and {whose(BPETokenizer)}. Loading …", flush=True)
+        run = [whose(part) for part in (Transformer, cached_forward, BPETokenizer)]
+        print(f"{', '.join(run)}. Loading …", flush=True)
         model, tokenizer = real_model.load(
             TransformerConfig, Transformer, BPETokenizer, max_len=2_048
         )
-        chat(model, tokenizer, sample, chosen)
+        chat(
+            *(model, tokenizer, sample, chosen),
+            cache_class=KVCache,
+            cached_forward=cached_forward,
+        )
     except KeyboardInterrupt:
         print()
     except ValueError as error:  # a setting that `sample` refuses

@@ -1,0 +1,2637 @@
+"""Lesson 10: the cache, what a query may see of it, and generation through it."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from utils.exercise import Exercise, Joint
+from utils.exercises.forward_pass import (
+    ANGLES,
+    GPT2,
+    GPT2_SMALL,
+    LLAMA,
+    LLAMA_3_8B,
+    LLAMA_7B,
+    SMOLLM,
+    continued,
+    doubled,
+    model_shapes,
+    normed,
+    one_block,
+    seeded,
+    turned,
+    weights_for,
+    whole_decoder,
+)
+from utils.probe import probe, probe_ids, strided
+from utils.trial import Explained, Unmet
+
+# KVCache ------------------------------------------------------------------------------
+
+cache_ = Exercise("KVCache", lesson="kv_cache")
+
+
+class Cache:
+    """The right cache, for the checks of what uses one, and for faults to spoil."""
+
+    def __init__(
+        self, n_layers, batch, n_kv_heads, max_len, d_head, dtype=None, device=None
+    ):
+        self.sizes = (n_layers, batch, n_kv_heads, max_len, d_head)
+        self.refuse_sizes(dtype)
+        self.max_len = max_len
+        self.k = torch.zeros(self.sizes, dtype=self.stored_as(dtype), device=device)
+        self.v = torch.zeros_like(self.k)
+        self.reset()
+
+    def __repr__(self):
+        return "a cache"
+
+    def stored_as(self, dtype):
+        return dtype
+
+    def reset(self):
+        self.stops = [0] * self.sizes[0]
+
+    @property
+    def length(self):
+        return min(self.stops)
+
+    def append(self, layer, k, v):
+        self.refuse_layer(layer)
+        self.refuse_shape(k, v)
+        self.refuse_kind(k, v)
+        start, t = self.stops[layer], k.shape[2]
+        if self.full(start + t):
+            raise ValueError(f"{start + t} are more than {self.max_len}")
+        self.write(layer, start, k, v)
+        self.advance(layer, t)
+        return self.seen(layer, start, t, k, v)
+
+    def full(self, stop):
+        return stop > self.max_len
+
+    def write(self, layer, start, k, v):
+        self.k[layer, :, :, start : start + k.shape[2]] = k
+        self.v[layer, :, :, start : start + k.shape[2]] = v
+
+    def advance(self, layer, t):
+        self.stops[layer] += t
+
+    def seen(self, layer, start, t, k, v):
+        return self.k[layer, :, :, : start + t], self.v[layer, :, :, : start + t]
+
+    def refuse_sizes(self, dtype):
+        if min(self.sizes) < 1:
+            raise ValueError(f"a size below 1: {self.sizes}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"not {dtype}")
+
+    def refuse_layer(self, layer):
+        if not 0 <= layer < self.sizes[0]:
+            raise ValueError(f"{layer} is not below {self.sizes[0]}")
+
+    def refuse_shape(self, k, v):
+        _, batch, n_kv_heads, _, d_head = self.sizes
+        wanted = (batch, n_kv_heads, k.shape[2], d_head)
+        for x in (k, v):
+            if x.shape != wanted:
+                raise ValueError(f"{tuple(x.shape)} is not {wanted}")
+
+    def refuse_kind(self, k, v):
+        for x in (k, v):
+            if x.dtype != self.k.dtype or x.device != self.k.device:
+                raise ValueError(
+                    f"{x.dtype} {x.device}, not {self.k.dtype} {self.k.device}"
+                )
+
+
+def chunk(t, seed=0, batch=2, heads=3, d_head=5, **kind):
+    """Keys and values of `t` positions, for the cache that `new_cache` makes."""
+    return tuple(probe(batch, heads, t, d_head, seed=seed + i, **kind) for i in (0, 50))
+
+
+def new_cache(answer, t, n_layers=1, max_len=9, **kind):
+    return t.call(answer, n_layers, 2, 3, max_len, 5, **kind)
+
+
+def length_is(t, cache, expected, when):
+    def length():
+        return cache.length
+
+    found = t.call(length)
+    if callable(found):
+        raise Explained(
+            "`length` is a method. It is read without brackets, `cache.length`: make it "
+            "a property or an attribute."
+        )
+    t.equal(found, expected, f"{when}: `length`")
+
+
+def appended(t, cache, layer, chunks, when=""):
+    """Append the last of `chunks`; what comes back must be all of them in a row."""
+    found = t.call(cache.append, layer, *chunks[-1])
+    t.is_tuple(found, 2, "what `append` returns")
+    for i, name in ((0, "keys"), (1, "values")):
+        t.is_tensor(found[i], f"what `append` returns as {name}")
+        expected = torch.cat([each[i] for each in chunks], 2)
+        t.equal(found[i].detach().clone(), expected, f"{when}the {name} returned")
+    return found
+
+
+@cache_.requires(
+    "keys and values that are appended to an empty layer come back, and length counts "
+    "their positions",
+    "Which slice of your buffer holds what has been stored so far?",
+)
+def _(answer, t):
+    cache = new_cache(answer, t)
+    length_is(t, cache, 0, "a new cache")
+    appended(t, cache, 0, [chunk(4)])
+    length_is(t, cache, 4, "after 4 positions")
+
+
+@cache_.requires(
+    "what comes next is stored behind it, one position or several at a time",
+    "Write down for chunks of 1, 3 and 2 where each begins and ends.",
+)
+def _(answer, t):
+    for sizes in ((1, 3, 2), (4, 1, 1, 1), (2, 2, 5)):
+        cache, chunks = new_cache(answer, t), []
+        for i, size in enumerate(sizes):
+            chunks.append(chunk(size, seed=i))
+            appended(t, cache, 0, chunks, f"chunk {i}: ")
+            length_is(t, cache, sum(sizes[: i + 1]), f"after chunks {sizes[: i + 1]}")
+
+
+@cache_.requires(
+    "every layer has memory of its own",
+    "A pass through three layers appends three times, to the same positions of three "
+    "layers.",
+)
+def _(answer, t):
+    cache = new_cache(answer, t, n_layers=3)
+    chunks = [[], [], []]
+    for step, size in enumerate((2, 1, 3)):
+        for layer in range(3):
+            chunks[layer].append(chunk(size, seed=10 * step + layer))
+            appended(t, cache, layer, chunks[layer], f"layer {layer}: ")
+    length_is(t, cache, 6, "after passes of 2, 1 and 3")
+
+
+@cache_.requires(
+    "length moves once all layers have written",
+    "The text has grown by one chunk, and `append` was called for each layer. Which of "
+    "these calls may move `length`?",
+)
+def _(answer, t):
+    cache, found = new_cache(answer, t, n_layers=3, max_len=30), []
+    for step, size in enumerate((2, 1, 3)):
+        for layer in range(3):
+            t.call(cache.append, layer, *chunk(size, seed=10 * step + layer))
+            found.append(cache.length)
+    t.trace.append(tuple(found))
+    expected = [0, 0, 2, 2, 2, 3, 3, 3, 6]
+    t.equal(
+        found, expected, "`length` after each call, chunks of 2, 1, 3, three layers"
+    )
+
+
+@cache_.requires(
+    "reset starts again at position 0, in every layer, and shows nothing of what was "
+    "there",
+    "What must be set back so that the next `append` writes to position 0?",
+)
+def _(answer, t):
+    cache = new_cache(answer, t, n_layers=2)
+    for round_, size in enumerate((5, 3, 9)):
+        for layer in range(2):
+            keys = [chunk(size, seed=20 * round_ + layer)]
+            appended(t, cache, layer, keys, f"text {round_}, layer {layer}: ")
+        length_is(t, cache, size, f"text {round_}")
+        t.call(cache.reset)
+    length_is(t, cache, 0, "after reset")
+
+
+@cache_.requires(
+    "max_len positions fit; one more is a ValueError that names both numbers, and "
+    "nothing is stored",
+    "Compare the position after the last new one with max_len, before you write.",
+)
+def _(answer, t):
+    cache = new_cache(answer, t)
+    appended(t, cache, 0, [chunk(7)])
+    t.raises(
+        ValueError,
+        cache.append,
+        0,
+        *chunk(6, seed=1),
+        mentions=(13, 9),
+        because="13 positions where max_len is 9",
+    )
+    length_is(t, cache, 7, "after the refused call")
+    appended(t, cache, 0, [chunk(7), chunk(2, seed=2)], "after the refused call: ")
+    for sizes in ((9,), (4, 5), (7, 1, 1)):
+        cache = new_cache(answer, t)
+        chunks = []
+        for i, size in enumerate(sizes):
+            chunks.append(chunk(size, seed=i))
+            appended(t, cache, 0, chunks)
+        t.raises(
+            ValueError,
+            cache.append,
+            0,
+            *chunk(1),
+            mentions=(10, 9),
+            because="10 positions where max_len is 9",
+        )
+        length_is(t, cache, 9, "after the refused call")
+
+
+@cache_.requires(
+    "a batch, a head count or a width that is not the cache's is a ValueError that "
+    "names both",
+    "One row is copied into all rows without a word: PyTorch broadcasts. Compare the "
+    "shapes before you write.",
+)
+def _(answer, t):
+    for wrong, names in (
+        (dict(batch=1), (1, 2)),
+        (dict(batch=7), (7, 2)),
+        (dict(heads=1), (1, 3)),
+        (dict(heads=6), (6, 3)),
+        (dict(d_head=1), (1, 5)),
+        (dict(d_head=4), (4, 5)),
+    ):
+        cache = new_cache(answer, t)
+        (what,) = wrong
+        t.raises(
+            ValueError,
+            cache.append,
+            0,
+            *chunk(3, **wrong),
+            mentions=names,
+            because=f"{what} {names[0]} where the cache has {names[1]}",
+        )
+        length_is(t, cache, 0, "after the refused call")
+    cache = new_cache(answer, t)
+    uneven = (chunk(4)[0], chunk(1)[1])
+    t.raises(
+        ValueError,
+        cache.append,
+        0,
+        *uneven,
+        because="4 keys with 1 value",
+    )
+
+
+@cache_.requires(
+    "a layer that the cache does not have is a ValueError that names both numbers",
+    "A negative index counts from the end, and so hits another layer.",
+)
+def _(answer, t):
+    cache = new_cache(answer, t, n_layers=3)
+    for layer in (3, -1):
+        t.raises(
+            ValueError,
+            cache.append,
+            layer,
+            *chunk(2),
+            mentions=(layer, 3),
+            because=f"layer {layer} of a cache of 3",
+        )
+
+
+@cache_.requires(
+    "it stores in the dtype it was built with; other keys or values are a ValueError "
+    "that names both dtypes",
+    "Assigning to a slice converts without a word.",
+)
+def _(answer, t):
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        cache = new_cache(answer, t, dtype=dtype)
+        chunks = [chunk(2, dtype=dtype), chunk(3, seed=1, dtype=dtype)]
+        appended(t, cache, 0, chunks[:1])
+        appended(t, cache, 0, chunks)
+    for dtype, other in (
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32),
+    ):
+        cache = new_cache(answer, t, dtype=dtype)
+        mixed = [(chunk(2, dtype=other)[0], chunk(2, dtype=dtype)[1])]
+        for k, v in (chunk(2, dtype=other), *mixed):
+            t.raises(
+                ValueError,
+                cache.append,
+                0,
+                k,
+                v,
+                mentions=(str(dtype)[6:], str(other)[6:]),
+                because=f"{str(other)[6:]} where the cache is {str(dtype)[6:]}",
+            )
+
+
+@cache_.requires(
+    "sizes below 1 and dtypes that are not floating-point are a ValueError when it is "
+    "built",
+)
+def _(answer, t):
+    for i in range(5):
+        sizes = [4, 2, 3, 9, 5]
+        sizes[i] = 0
+        t.raises(
+            ValueError,
+            answer,
+            *sizes,
+            mentions=(0,),
+            because=f"a size of 0 (argument {i + 1})",
+        )
+    t.raises(
+        ValueError,
+        answer,
+        *(1, 2, 3, 9, 5),
+        dtype=torch.int64,
+        mentions=("int64",),
+        because="dtype torch.int64",
+    )
+
+
+@cache_.requires(
+    "memory is taken once: append returns views of it, it copies nothing that was there",
+    "`torch.cat` makes a new tensor at each step and copies everything. What does a "
+    "slice of a tensor make?",
+)
+def _(answer, t):
+    cache, places = new_cache(answer, t, max_len=30), []
+    for size in (1, 4, 1, 20, 2):
+        found = t.call(cache.append, 0, *chunk(size))
+        t.is_tuple(found, 2, "what `append` returns")
+        places.append([x.untyped_storage().data_ptr() for x in found])
+        places[-1] += [x.data_ptr() for x in found]
+    t.true(
+        all(p == places[0] for p in places),
+        "What `append` returned lies at another place in memory each time.",
+    )
+
+
+@cache_.requires("strided keys can be stored, and nothing is on another device")
+def _(answer, t):
+    k, v = (strided(x) for x in chunk(3))
+    cache = new_cache(answer, t)
+    appended(t, cache, 0, [(k, v)])
+
+    def stored(k, v):
+        cache = answer(1, 2, 3, 9, 5, dtype=k.dtype, device=k.device)
+        return cache.append(0, k, v)[1]
+
+    t.any_device(stored, *chunk(2))
+
+
+def spoiled(task, base, name, sentence, **methods):
+    task.fault(name, sentence, type(task.name, (base,), methods))
+
+
+def cache_fault(name, sentence, **methods):
+    spoiled(cache_, Cache, name, sentence, **methods)
+
+
+cache_fault(
+    "whole_buffer",
+    "The whole buffer comes back, empty places included. Their keys are zeros, score 0, "
+    "and take a share of the attention.",
+    seen=lambda self, layer, start, t, k, v: (self.k[layer], self.v[layer]),
+)
+cache_fault(
+    "new_alone",
+    "Only the new keys and values come back. The query is to look at the old ones too.",
+    seen=lambda self, layer, start, t, k, v: (k, v),
+)
+cache_fault(
+    "old_alone",
+    "What was there before comes back, without the new positions: a token looks at "
+    "itself too.",
+    seen=lambda self, layer, start, t, k, v: (
+        self.k[layer, :, :, :start],
+        self.v[layer, :, :, :start],
+    ),
+)
+cache_fault(
+    "always_from_the_start",
+    "Every chunk is written to position 0 and over what was there.",
+    write=lambda self, layer, start, k, v: Cache.write(self, layer, 0, k, v),
+)
+cache_fault(
+    "first_key_not_written",
+    "Everything is one place too far: position 0 stays empty, and `length` counts it. "
+    "Write where the old ones end, then advance.",
+    write=lambda self, layer, start, k, v: Cache.write(
+        self, layer, start + 1, *(x[:, :, : self.max_len - start - 1] for x in (k, v))
+    ),
+)
+cache_fault(
+    "advanced_without_writing",
+    "`length` advances, and nothing is written.",
+    write=lambda self, layer, start, k, v: None,
+)
+
+
+def last_position_only(self, layer, start, k, v):
+    stop = start + k.shape[2] - 1
+    Cache.write(self, layer, stop, k[:, :, -1:], v[:, :, -1:])
+
+
+cache_fault(
+    "last_of_a_chunk_only",
+    "Of a chunk only the last position is written. A prompt brings many at once.",
+    write=last_position_only,
+)
+cache_fault(
+    "one_position_a_chunk",
+    "A chunk counts as one position, however many it brings.",
+    advance=lambda self, layer, t: Cache.advance(self, layer, 1),
+)
+cache_fault(
+    "layers_share_a_buffer",
+    "All layers write into one buffer, each over the keys of the one before.",
+    write=lambda self, layer, start, k, v: [
+        Cache.write(self, each, start, k, v) for each in range(self.sizes[0])
+    ],
+)
+
+
+class OneLength(Cache):
+    """A single length for all layers."""
+
+    def reset(self):
+        self.stop = 0
+
+    @property
+    def length(self):
+        return self.stop
+
+    @property
+    def stops(self):
+        return [self.stop] * self.sizes[0]
+
+    def advance(self, layer, t):
+        self.stop += t
+
+
+spoiled(
+    cache_,
+    OneLength,
+    "length_once_per_layer",
+    "`length` advances with each layer, so three layers count every token three times, "
+    "and each writes behind the one before.",
+)
+spoiled(
+    cache_,
+    OneLength,
+    "length_at_the_first_layer",
+    "`length` advances with the first layer, and the others write one chunk too far.",
+    advance=lambda self, layer, t: OneLength.advance(self, layer, t * (layer == 0)),
+)
+cache_fault(
+    "length_of_the_first_layer",
+    "`length` moves as soon as the first layer has written. Whoever reads it in the "
+    "middle of a pass gets positions one chunk too far.",
+    length=property(lambda self: self.stops[0]),
+)
+cache_fault(
+    "exchanged",
+    "Keys and values come back exchanged.",
+    seen=lambda self, *given: Cache.seen(self, *given)[::-1],
+)
+cache_fault(
+    "values_are_keys",
+    "The keys are stored as values too.",
+    write=lambda self, layer, start, k, v: Cache.write(self, layer, start, k, k),
+)
+cache_fault(
+    "first_row_for_all",
+    "Every row of the batch gets the first row's keys.",
+    write=lambda self, layer, start, k, v: Cache.write(
+        self, layer, start, k[:1], v[:1]
+    ),
+)
+cache_fault(
+    "length_capped_by_memory",
+    "`length` is the size of the memory, not how much of it is filled.",
+    length=property(lambda self: self.max_len),
+)
+cache_fault(
+    "no_reset",
+    "`reset` changes nothing: the next text is stored behind the last one, and sees it.",
+    __init__=lambda self, *args, **kwargs: (
+        setattr(self, "stops", None),
+        Cache.__init__(self, *args, **kwargs),
+    )[0],
+    reset=lambda self: setattr(self, "stops", self.stops or [0] * self.sizes[0]),
+)
+
+
+def erase(self):
+    if not hasattr(self, "stops"):
+        Cache.reset(self)
+    self.k.zero_()
+    self.v.zero_()
+
+
+cache_fault(
+    "reset_erases_and_keeps_the_length",
+    "`reset` writes zeros and leaves the length. Zeros are keys like any others, they "
+    "get a share of the attention; the length is what must go back.",
+    reset=erase,
+)
+
+
+def reset_first(self):
+    if not hasattr(self, "stops"):
+        Cache.reset(self)
+    self.stops[0] = 0
+
+
+cache_fault(
+    "reset_of_one_layer",
+    "`reset` sets one layer back and leaves the others.",
+    reset=reset_first,
+)
+cache_fault(
+    "full_unchecked",
+    "A full cache is left to PyTorch, whose message about sizes does not say what is "
+    "full. Compare with max_len first, and name both numbers.",
+    full=lambda self, stop: False,
+)
+cache_fault(
+    "one_place_unused",
+    "The last place is never used: exactly max_len positions must fit.",
+    full=lambda self, stop: stop >= self.max_len,
+)
+
+
+def write_what_fits(self, layer, start, k, v):
+    room = self.max_len - start
+    Cache.write(self, layer, start, k[:, :, :room], v[:, :, :room])
+
+
+cache_fault(
+    "overflow_dropped",
+    "What does not fit is dropped without a word, and the text goes on without it.",
+    full=lambda self, stop: False,
+    write=write_what_fits,
+)
+
+
+def write_around(self, layer, start, k, v):
+    places = torch.arange(start, start + k.shape[2]) % self.max_len
+    self.k[layer][:, :, places] = k
+    self.v[layer][:, :, places] = v
+
+
+cache_fault(
+    "overflow_over_the_oldest",
+    "When it is full it writes over the oldest positions. That is another kind of cache, "
+    "for models trained with a window.",
+    full=lambda self, stop: False,
+    write=write_around,
+    seen=lambda self, layer, start, t, k, v: Cache.seen(self, layer, 0, 9, k, v),
+)
+
+
+def advance_then_refuse(self, stop):
+    if stop > self.max_len:
+        self.stops = [stop] * self.sizes[0]
+    return stop > self.max_len
+
+
+cache_fault(
+    "advanced_before_refusing",
+    "A call that is refused has moved `length` all the same. Test first, then change.",
+    full=advance_then_refuse,
+)
+cache_fault(
+    "shape_unchecked",
+    "Shapes are not compared: one row, or one head, is copied into all without a word.",
+    refuse_shape=lambda self, k, v: None,
+)
+cache_fault(
+    "batch_alone_checked",
+    "The batch is compared, the other sizes are not: one head is copied into all.",
+    refuse_shape=lambda self, k, v: Cache.refuse_shape(
+        self, *(x[:, :1, :, :1].expand(-1, 3, -1, 5) for x in (k, v))
+    ),
+)
+cache_fault(
+    "values_unchecked",
+    "The shape of the keys is compared, that of the values is not.",
+    refuse_shape=lambda self, k, v: Cache.refuse_shape(self, k, k),
+)
+cache_fault(
+    "layer_unchecked",
+    "The layer is not tested: −1 is the last one, in Python.",
+    refuse_layer=lambda self, layer: None,
+)
+cache_fault(
+    "kind_unchecked",
+    "Another dtype is converted without a word, and rounded on the way.",
+    refuse_kind=lambda self, k, v: None,
+)
+cache_fault(
+    "values_kind_unchecked",
+    "The dtype of the values is compared and that of the keys is not, or the other way "
+    "round.",
+    refuse_kind=lambda self, k, v: Cache.refuse_kind(self, v, v),
+)
+cache_fault(
+    "dtype_ignored",
+    "The buffer is float32 whatever dtype was asked for.",
+    stored_as=lambda self, dtype: torch.float32,
+)
+cache_fault(
+    "sizes_unchecked",
+    "Sizes of 0 and whole-number dtypes are accepted: such a cache can hold nothing.",
+    refuse_sizes=lambda self, dtype: None,
+)
+
+
+class Growing(Cache):
+    def write(self, layer, start, k, v):
+        self.stores = getattr(self, "stores", {})
+        if start == 0:
+            self.stores[layer] = (k, v)
+        else:
+            both = zip(self.stores[layer], (k, v), strict=True)
+            self.stores[layer] = tuple(torch.cat(pair, 2) for pair in both)
+
+    def seen(self, layer, start, t, k, v):
+        return self.stores[layer]
+
+
+spoiled(
+    cache_,
+    Growing,
+    "grown_by_concatenation",
+    "Everything is copied at each step, by `torch.cat`, `clone`, or an index in place of "
+    "a slice. Take memory for max_len positions once; a slice is a view and costs "
+    "nothing.",
+    seen=lambda self, layer, start, t, k, v: tuple(
+        x.clone() if start == 0 else x for x in self.stores[layer]
+    ),
+)
+
+
+# chunk_mask ---------------------------------------------------------------------------
+
+masking = Exercise("chunk_mask", lesson="kv_cache")
+
+
+def slow_mask(t_q, t_k, padding=None):
+    """Place by place."""
+    rows = [0] if padding is None else padding.tolist()
+    return torch.tensor(
+        [
+            [
+                [[pad <= j <= i + t_k - t_q for j in range(t_k)] for i in range(t_q)]
+            ]
+            for pad in rows
+        ]
+    )  # fmt: skip
+
+
+def mask_agrees(t, answer, *args, **kwargs):
+    actual = t.call(answer, *args, **kwargs)
+    t.is_tensor(actual)
+    what = f"for {', '.join(str(a) for a in args[:2])}: the mask"
+    t.equal(actual, slow_mask(*args, *kwargs.values()), what)
+
+
+@masking.requires(
+    "a first chunk: every query sees itself and what came before, (1, 1, t_q, t_k)",
+    "Print it: row = query, column = key, True = may look.",
+)
+def _(answer, t):
+    mask_agrees(t, answer, 4, 4)
+    mask_agrees(t, answer, 1, 1)
+    mask_agrees(t, answer, 6, 6)
+
+
+@masking.requires(
+    "behind a prefix the queries are the last of the keys' positions",
+    "A query of the chunk sees the whole prefix and its own chunk up to itself. Which "
+    "corner of the matrix must the diagonal end in?",
+)
+def _(answer, t):
+    for sizes in ((2, 5), (3, 4), (1, 7), (4, 9)):
+        mask_agrees(t, answer, *sizes)
+
+
+@masking.requires(
+    "nobody sees the padding at the start of a row, and each row has its own",
+    "Padding makes some keys invisible, whatever query asks. Compare the keys' columns "
+    "with `padding[:, None]`.",
+)
+def _(answer, t):
+    for sizes, padding in (
+        ((4, 4), [0, 2, 1]),
+        ((2, 6), [3, 0]),
+        ((1, 5), [2, 0, 4]),
+        ((3, 8), [1, 5, 6, 0]),
+        ((5, 5), [0]),
+    ):
+        mask_agrees(t, answer, *sizes, torch.tensor(padding))
+    mask_agrees(t, answer, 2, 5, padding=torch.tensor([2, 1]))
+
+
+@masking.requires(
+    "a padding token itself may look at nothing",
+    "The course's attention gives zeros for such a row, so nothing has to be let in.",
+)
+def _(answer, t):
+    mask_agrees(t, answer, 5, 5, torch.tensor([3, 1]))
+    mask_agrees(t, answer, 3, 4, torch.tensor([4, 0, 2]))
+
+
+@masking.requires("more queries than keys are a ValueError that names both numbers")
+def _(answer, t):
+    for padding in (None, torch.tensor([1, 0])):
+        t.raises(
+            ValueError,
+            answer,
+            13,
+            8,
+            padding,
+            mentions=(13, 8),
+            because="13 queries with 8 keys",
+        )
+
+
+@masking.requires("it creates nothing on another device")
+def _(answer, t):
+    mask_agrees(t, answer, 3, 5, torch.tensor([1, 2]))
+    t.any_device(answer, 3, 5, torch.tensor([1, 2]))
+
+
+def mask_that(
+    past=lambda i, j, t_q, t_k: j <= i + t_k - t_q,
+    real=lambda i, j, t_q, t_k, pad: j >= pad,
+    last=lambda mask: mask,
+    checks=True,
+):
+    """A mask made of two rules, for the faults to change one."""
+
+    def chunk_mask(t_q, t_k, padding=None):
+        if checks and t_q > t_k:
+            raise ValueError(f"{t_q} > {t_k}")
+        i, j = torch.arange(t_q)[:, None], torch.arange(t_k)
+        mask = (past(i, j, t_q, t_k) & (j >= 0))[None, None]
+        if padding is not None:
+            mask = mask.to(padding.device)
+            i, j = i.to(padding.device), j.to(padding.device)
+            mask = mask & real(i, j, t_q, t_k, padding[:, None, None, None])
+        return last(mask)
+
+    return chunk_mask
+
+
+for name, sentence, wrong in (
+    (
+        "top_left",
+        "The diagonal starts in the upper left corner: with a prefix, the first query of "
+        "the chunk sees one key. The queries are the *last* positions.",
+        mask_that(past=lambda i, j, t_q, t_k: j <= i),
+    ),
+    (
+        "everything_visible",
+        "There is a cache, so there is no mask? The tokens of a chunk must not see each "
+        "other's future.",
+        mask_that(past=lambda i, j, t_q, t_k: j < t_k + i),
+    ),
+    (
+        "prefix_open_chunk_open",
+        "With a prefix everything is visible, the chunk's own future too.",
+        mask_that(past=lambda i, j, t_q, t_k: j <= i + (t_k - t_q) * t_k),
+    ),
+    (
+        "prefix_hidden",
+        "The chunk sees itself and nothing of the prefix, which is what the cache is for.",
+        mask_that(past=lambda i, j, t_q, t_k: (j <= i + t_k - t_q) & (j >= t_k - t_q)),
+    ),
+    (
+        "itself_hidden",
+        "The diagonal is hidden: a query sees its own position too.",
+        mask_that(past=lambda i, j, t_q, t_k: j < i + t_k - t_q),
+    ),
+    (
+        "one_ahead",
+        "Each query sees one position ahead.",
+        mask_that(past=lambda i, j, t_q, t_k: j <= i + t_k - t_q + 1),
+    ),
+    (
+        "upside_down",
+        "The future is visible and the past is not.",
+        mask_that(past=lambda i, j, t_q, t_k: j >= i + t_k - t_q),
+    ),
+    (
+        "inverted",
+        "True marks what is hidden. In this course True means “may look”.",
+        mask_that(last=lambda mask: ~mask),
+    ),
+    (
+        "square",
+        "The mask covers the chunk alone, `(t_q, t_q)`. The keys are those of the prefix "
+        "too.",
+        mask_that(last=lambda mask: mask[..., -mask.shape[-2] :]),
+    ),
+    (
+        "without_head_dimension",
+        "The dimensions for batch and heads are missing: `(1, 1, t_q, t_k)`.",
+        mask_that(last=lambda mask: mask.squeeze(1).squeeze(0)),
+    ),
+    (
+        "numbers",
+        "The mask holds numbers. It should be boolean.",
+        mask_that(last=lambda mask: mask.float()),
+    ),
+    (
+        "additive",
+        "These are numbers to be added to the scores, 0 and −inf. This course's masks "
+        "are boolean, True = may look.",
+        mask_that(
+            last=lambda mask: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        ),
+    ),
+    (
+        "padding_on_the_right",
+        "The padding is taken for the end of the row. It stands on the left, so that all "
+        "rows end, and go on, in the same column.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: j < t_k - pad),
+    ),
+    (
+        "padding_taken_for_lengths",
+        "`padding` is read as the number of real tokens. It counts the padding before "
+        "them.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: j < pad),
+    ),
+    (
+        "padding_off_by_one",
+        "The first real token is hidden: columns 0 to padding − 1 are the padding.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: j > pad),
+    ),
+    (
+        "last_padding_visible",
+        "The last padding token is visible: columns 0 to padding − 1 are the padding.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: j >= pad - 1),
+    ),
+    (
+        "padding_of_the_first_row",
+        "Every row gets the padding of the first.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: j >= pad[:1] + 0 * pad),
+    ),
+    (
+        "padding_ignored",
+        "The padding is visible.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: (j >= 0) | (pad < 0)),
+    ),
+    (
+        "queries_hidden",
+        "The padding is hidden as queries, that is as rows of the mask. As keys, columns, "
+        "everybody still sees it.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: (i + t_k - t_q >= pad) & (j >= 0)),
+    ),
+    (
+        "padding_counted_from_the_chunk",
+        "The padding is looked for at the start of the chunk. It is at the start of the "
+        "text, in the cache.",
+        mask_that(
+            real=lambda i, j, t_q, t_k, pad: (j < t_k - t_q) | (j >= pad + t_k - t_q)
+        ),
+    ),
+    (
+        "padding_sees_itself",
+        "A padding token sees itself. It may look at nothing here; the course's "
+        "attention gives zeros then.",
+        mask_that(real=lambda i, j, t_q, t_k, pad: (j >= pad) | (j == i + t_k - t_q)),
+    ),
+    (
+        "too_many_queries_unchecked",
+        "More queries than keys are accepted. The queries are the last of the keys' "
+        "positions, so that cannot be.",
+        mask_that(checks=False),
+    ),
+):
+    masking.fault(name, sentence, wrong)
+
+
+@masking.fault(
+    "on_the_cpu",
+    "The columns are numbered on the CPU whatever device `padding` is on. Pass "
+    "`device=padding.device` where you create a tensor.",
+)
+def _(t_q, t_k, padding=None):
+    if t_q > t_k:
+        raise ValueError(f"{t_q} > {t_k}")
+    mask = torch.ones(t_q, t_k, dtype=torch.bool).tril(t_k - t_q)[None, None]
+    if padding is None:
+        return mask
+    return mask & (torch.arange(t_k) >= padding[:, None])[:, None, None]
+
+
+# kv_cache_bytes -----------------------------------------------------------------------
+
+counting = Exercise("kv_cache_bytes", lesson="kv_cache")
+
+
+def weighed(c, t, batch, dtype):
+    """Bytes of tensors that are really made (on no device)."""
+    one = torch.empty(batch, c.n_kv_heads, t, c.d_head, dtype=dtype, device="meta")
+    return sum(2 * one.nbytes for _ in range(c.n_layers))
+
+
+def bytes_agree(t, answer, c, length, batch=1, dtype=torch.float16):
+    actual = t.call(answer, c, length, batch, dtype)
+    expected = weighed(c, length, batch, dtype)
+    t.equal(actual, expected, f"for {length} positions of {c}, it")
+    t.true(type(actual) is int, f"It is {type(actual).__name__}, expected an int.")
+
+
+@counting.requires(
+    "keys and values of every layer and position, for the KV heads",
+    "Write down the shape of the keys of one layer, then count the layers, and what "
+    "else is stored.",
+)
+def _(answer, t):
+    bytes_agree(t, answer, LLAMA, 7)
+    bytes_agree(t, answer, replace(LLAMA, n_kv_heads=1, n_layers=5), 11)
+    bytes_agree(t, answer, GPT2, 3)
+
+
+@counting.requires("batch and dtype count, one row and two bytes if not given")
+def _(answer, t):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
+        bytes_agree(t, answer, LLAMA, 7, 13, dtype)
+    for given in ((), (3,)):
+        actual = t.call(answer, LLAMA, 7, *given)
+        expected = weighed(LLAMA, 7, *(given or (1,)), torch.float16)
+        t.equal(actual, expected, f"without a dtype, batch {given or 'not given'}: it")
+    actual = t.call(answer, config=LLAMA, t=7, batch=2, dtype=torch.float32)
+    t.equal(actual, weighed(LLAMA, 7, 2, torch.float32), "by keyword, it")
+
+
+@counting.requires("real models at full length: Llama 2 7B needs 2 GiB for 4,096")
+def _(answer, t):
+    for c in (LLAMA_7B, LLAMA_3_8B, SMOLLM, GPT2_SMALL):
+        bytes_agree(t, answer, c, c.max_len)
+    t.equal(t.call(answer, LLAMA_7B, 4_096), 2**31, "Llama 2 7B, 4,096 positions")
+
+
+@counting.requires("a dtype that is not floating-point is a ValueError that names it")
+def _(answer, t):
+    for dtype in (torch.int64, torch.bool):
+        t.raises(
+            ValueError,
+            answer,
+            LLAMA,
+            7,
+            1,
+            dtype,
+            mentions=(str(dtype)[6:],),
+            because=f"dtype {dtype}",
+        )
+
+
+def bytes_by(formula):
+    def kv_cache_bytes(config, t, batch=1, dtype=torch.float16):
+        if not dtype.is_floating_point:
+            raise ValueError(f"not {dtype}")
+        return formula(config, t, batch, dtype.itemsize)
+
+    return kv_cache_bytes
+
+
+for name, sentence, formula in (
+    (
+        "keys_alone",
+        "Only the keys are counted, or only the values: half of it.",
+        lambda c, t, b, size: c.n_layers * c.n_kv_heads * c.d_head * t * b * size,
+    ),
+    (
+        "query_heads",
+        "It counts `n_heads`. Keys and values have `n_kv_heads`, which is the point of "
+        "sharing them.",
+        lambda c, t, b, size: 2 * c.n_layers * c.n_heads * c.d_head * t * b * size,
+    ),
+    (
+        "group_size",
+        "It multiplies by the group size, the query heads that share a KV head. Counted "
+        "are the KV heads.",
+        lambda c, t, b, size: (
+            2 * c.n_layers * (c.n_heads // c.n_kv_heads) * c.d_head * t * b * size
+        ),
+    ),
+    (
+        "width_of_the_stream",
+        "It counts d_model numbers for a key. A layer stores n_kv_heads · d_head.",
+        lambda c, t, b, size: 2 * c.n_layers * c.d_model * t * b * size,
+    ),
+    (
+        "width_of_the_stream_shared",
+        "It takes d_model // n_heads for the width of a head; `d_head` need not be that.",
+        lambda c, t, b, size: (
+            2 * c.n_layers * c.n_kv_heads * (c.d_model // c.n_heads) * t * b * size
+        ),
+    ),
+    (
+        "one_layer",
+        "One layer is counted; every layer has keys and values of its own.",
+        lambda c, t, b, size: 2 * c.n_kv_heads * c.d_head * t * b * size,
+    ),
+    (
+        "always_two_bytes",
+        "Every number counts two bytes, whatever the dtype.",
+        lambda c, t, b, size: 4 * c.n_layers * c.n_kv_heads * c.d_head * t * b,
+    ),
+    (
+        "always_four_bytes",
+        "Every number counts four bytes, whatever the dtype.",
+        lambda c, t, b, size: 8 * c.n_layers * c.n_kv_heads * c.d_head * t * b,
+    ),
+    (
+        "bits",
+        "These are bits, eight times as many.",
+        lambda c, t, b, size: 16 * c.n_layers * c.n_kv_heads * c.d_head * t * b * size,
+    ),
+    (
+        "numbers",
+        "This is how many numbers there are. Each takes `dtype.itemsize` bytes.",
+        lambda c, t, b, size: 2 * c.n_layers * c.n_kv_heads * c.d_head * t * b,
+    ),
+    (
+        "batch_ignored",
+        "The batch is not counted.",
+        lambda c, t, b, size: 2 * c.n_layers * c.n_kv_heads * c.d_head * t * size,
+    ),
+    (
+        "max_len_for_t",
+        "It counts `max_len` positions; asked for are `t`.",
+        lambda c, t, b, size: (
+            2 * c.n_layers * c.n_kv_heads * c.d_head * c.max_len * b * size
+        ),
+    ),
+    (
+        "quadratic",
+        "It grows with t². A cache holds keys and values, not the scores between them.",
+        lambda c, t, b, size: 2 * c.n_layers * c.n_kv_heads * t * t * b * size,
+    ),
+    (
+        "counted_twice",
+        "It is twice too much: both keys and values are counted twice.",
+        lambda c, t, b, size: 4 * c.n_layers * c.n_kv_heads * c.d_head * t * b * size,
+    ),
+    (
+        "megabytes",
+        "This is in units of 2²⁰ bytes; the result is in bytes, an int.",
+        lambda c, t, b, size: (
+            2 * c.n_layers * c.n_kv_heads * c.d_head * t * b * size / 2**20
+        ),
+    ),
+    (
+        "float",
+        "It is a float. Bytes are counted in whole numbers: divide with `//`, or not "
+        "at all.",
+        lambda c, t, b, size: float(
+            2 * c.n_layers * c.n_kv_heads * c.d_head * t * b * size
+        ),
+    ),
+):
+    counting.fault(name, sentence, bytes_by(formula))
+
+
+@counting.fault(
+    "dtype_unchecked",
+    "Dtypes that cannot hold keys and values are counted all the same.",
+)
+def _(config, t, batch=1, dtype=torch.float16):
+    numbers = 2 * config.n_layers * config.n_kv_heads * config.d_head * t * batch
+    return numbers * dtype.itemsize
+
+
+# RollingKVCache -----------------------------------------------------------------------
+
+rolling = Exercise("RollingKVCache", lesson="kv_cache")
+
+
+class Rolling(Cache):
+    """The right one, for the faults to spoil: keeps tensors by concatenation."""
+
+    def __init__(
+        self, n_layers, batch, n_kv_heads, window, d_head, dtype=None, device=None
+    ):
+        self.sizes = (n_layers, batch, n_kv_heads, window, d_head)
+        self.refuse_sizes(dtype)
+        self.window = window
+        self.k = torch.zeros(1, dtype=dtype, device=device)
+        self.reset()
+
+    def reset(self):
+        self.kept = [None] * self.sizes[0]
+        self.stops = [0] * self.sizes[0]
+
+    def append(self, layer, k, v):
+        self.refuse_shape(k, v)
+        self.refuse_kind(k, v)
+        old = self.kept[layer] or (k[:, :, :0], v[:, :, :0])
+        self.stops[layer] += k.shape[2]
+        both = [torch.cat(pair, 2) for pair in zip(old, (k, v), strict=True)]
+        self.kept[layer] = [self.keep(x).clone() for x in both]
+        return tuple(self.shown(x, k.shape[2]) for x in both)
+
+    def keep(self, x):
+        return x[:, :, -self.window :]
+
+    def shown(self, x, t):
+        return x[:, :, -(self.window - 1 + t) :]
+
+
+def new_rolling(answer, t, n_layers=1, window=4, **kind):
+    return t.call(answer, n_layers, 2, 3, window, 5, **kind)
+
+
+def rolled(t, cache, layer, chunks, window=4, when=""):
+    """Append the last of `chunks`; compare with a slice of all of them."""
+    found = t.call(cache.append, layer, *chunks[-1])
+    t.is_tuple(found, 2, "what `append` returns")
+    t_new = chunks[-1][0].shape[2]
+    for i, name in ((0, "keys"), (1, "values")):
+        t.is_tensor(found[i], f"what `append` returns as {name}")
+        everything = torch.cat([each[i] for each in chunks], 2)
+        first = max(0, everything.shape[2] - t_new - window + 1)
+        expected = everything[:, :, first:]
+        t.equal(found[i].detach().clone(), expected, f"{when}the {name} returned")
+
+
+def rolls(t, answer, sizes, window=4, n_layers=1, **kind):
+    cache = new_rolling(answer, t, n_layers, window, **kind)
+    chunks, total = [[] for _ in range(n_layers)], 0
+    for step, size in enumerate(sizes):
+        for layer in range(n_layers):
+            chunks[layer].append(chunk(size, seed=10 * step + layer, **kind))
+            when = f"window {window}, chunks {sizes[: step + 1]}, layer {layer}: "
+            rolled(t, cache, layer, chunks[layer], window, when)
+        total += size
+        length_is(t, cache, total, f"window {window}, after chunks {sizes[: step + 1]}")
+    return cache
+
+
+@rolling.requires(
+    "up to `window` positions it is like a KVCache",
+    "Until it is full there is nothing to forget.",
+)
+def _(answer, t):
+    rolls(t, answer, (1, 1, 1, 1))
+    rolls(t, answer, (2, 1), window=5)
+    rolls(t, answer, (3,), window=3)
+
+
+@rolling.requires(
+    "then each new position takes the place of the oldest, and they come back oldest "
+    "first",
+    "After 6 positions in a window of 4: which are left, and at which place does your "
+    "memory hold each of them?",
+)
+def _(answer, t):
+    rolls(t, answer, (1,) * 11)
+    rolls(t, answer, (1,) * 7, window=3)
+    rolls(t, answer, (1,) * 4, window=1)
+
+
+@rolling.requires(
+    "a chunk gets what its first query may see: window − 1 positions from before, then "
+    "all of its own",
+    "Its first query looks back window − 1 positions, and its last query looks at the "
+    "chunk. What is overwritten too early if you store before you look?",
+)
+def _(answer, t):
+    rolls(t, answer, (3, 2, 1, 3, 1))
+    rolls(t, answer, (2, 4, 2, 1, 1), window=5)
+
+
+@rolling.requires(
+    "a chunk longer than the window is seen whole, and its last positions are kept",
+    "Only the last `window` of it have a place in memory; the rest is needed now and "
+    "never again.",
+)
+def _(answer, t):
+    rolls(t, answer, (9, 1, 1, 2))
+    rolls(t, answer, (1, 6, 7, 1), window=3)
+    rolls(t, answer, (4, 1, 8, 1, 1))
+
+
+@rolling.requires("layers do not mix; length counts every position, forgotten ones too")
+def _(answer, t):
+    rolls(t, answer, (2, 1, 3, 1, 6, 1), n_layers=3)
+
+
+@rolling.requires("reset forgets everything")
+def _(answer, t):
+    cache = new_rolling(answer, t, n_layers=2)
+    for round_, size in enumerate((6, 3, 5)):
+        for layer in range(2):
+            keys = [chunk(size, seed=20 * round_ + layer)]
+            rolled(t, cache, layer, keys, 4, f"text {round_}, layer {layer}: ")
+        length_is(t, cache, size, f"text {round_}")
+        t.call(cache.reset)
+        length_is(t, cache, 0, "after reset")
+
+
+def tensors_in(value, seen=None):
+    """Every tensor that an object holds, by the storage that it keeps alive."""
+    seen = {} if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(value, dict):
+        for each in value.values():
+            tensors_in(each, seen)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            tensors_in(each, seen)
+    return seen
+
+
+@rolling.requires(
+    "memory stays that of `window` positions, however long the text",
+    "Does something still hold what was forgotten? A slice keeps the whole tensor alive.",
+)
+def _(answer, t):
+    cache = new_rolling(answer, t, n_layers=2, window=8)
+    for step in range(12):
+        for layer in range(2):
+            t.call(cache.append, layer, *chunk(5, seed=step))
+    held = sum(tensors_in(vars(cache)).values())
+    allowed = 2 * 2 * 2 * 3 * 8 * 5 * 4 + 512
+    t.true(
+        held <= allowed,
+        f"After 60 positions it holds {held:,} bytes; a window of 8 takes "
+        f"{allowed - 512:,}.",
+    )
+
+
+@rolling.requires(
+    "a batch, head count, width or dtype that is not the cache's is a ValueError",
+    "The same test as in `KVCache`.",
+)
+def _(answer, t):
+    for wrong, names in (
+        (dict(batch=1), (1, 2)),
+        (dict(heads=1), (1, 3)),
+        (dict(d_head=1), (1, 5)),
+    ):
+        (what,) = wrong
+        cache = new_rolling(answer, t)
+        t.raises(
+            ValueError,
+            cache.append,
+            0,
+            *chunk(2, **wrong),
+            mentions=names,
+            because=f"{what} {names[0]} where the cache has {names[1]}",
+        )
+    cache = new_rolling(answer, t, dtype=torch.float16)
+    t.raises(
+        ValueError,
+        cache.append,
+        0,
+        *chunk(2),
+        mentions=("float16", "float32"),
+        because="float32 where the cache is float16",
+    )
+    rolls(t, answer, (3, 3, 1), dtype=torch.float64)
+    rolls(t, answer, (3, 3, 1), dtype=torch.bfloat16)
+
+
+def rolling_fault(name, sentence, **methods):
+    spoiled(rolling, Rolling, name, sentence, **methods)
+
+
+class Ring(Rolling):
+    """As `Rolling`, in a ring of places that is returned as it lies in memory."""
+
+    def append(self, layer, k, v):
+        seen = super().append(layer, k, v)
+        stop = self.stops[layer]
+        if stop <= self.window:
+            return seen
+        places = torch.arange(stop - self.window, stop) % self.window
+        if k.shape[2] > 1:
+            return seen
+        return tuple(x[:, :, places.argsort()] for x in seen)
+
+
+spoiled(
+    rolling,
+    Ring,
+    "order_of_the_memory",
+    "They come back in the order in which they lie in memory. Once it has wrapped round, "
+    "that is not the order of the text.",
+)
+rolling_fault(
+    "newest_first",
+    "They come back newest first.",
+    shown=lambda self, x, t: Rolling.shown(self, x, t).flip(2),
+)
+rolling_fault(
+    "one_too_many",
+    "One position too many is kept: `window` counts the position itself.",
+    keep=lambda self, x: x[:, :, -self.window - 1 :],
+    shown=lambda self, x, t: x[:, :, -(self.window + t) :],
+)
+rolling_fault(
+    "one_too_few",
+    "One position too few comes back: `window` positions, the new one included.",
+    shown=lambda self, x, t: x[:, :, -max(self.window - 2 + t, 1) :],
+)
+rolling_fault(
+    "nothing_forgotten",
+    "Nothing is ever forgotten.",
+    keep=lambda self, x: x,
+    shown=lambda self, x, t: x,
+)
+rolling_fault(
+    "shown_window_kept_all",
+    "Only the window comes back, and everything is kept: memory grows with the text.",
+    keep=lambda self, x: x,
+)
+rolling_fault(
+    "oldest_kept",
+    "When it is full the *new* positions are lost. It is the oldest that must go.",
+    keep=lambda self, x: x[:, :, : self.window],
+)
+rolling_fault(
+    "cut_to_the_window",
+    "Of a chunk only what fits into the window comes back. Its first query may look "
+    "further back than its last, so it misses keys.",
+    shown=lambda self, x, t: x[:, :, -self.window :],
+)
+rolling_fault(
+    "chunk_alone",
+    "A chunk comes back alone, without the positions before it.",
+    shown=lambda self, x, t: x[
+        :, :, -max(t, min(self.window, x.shape[2]) * (t == 1)) :
+    ],
+)
+rolling_fault(
+    "too_far_back",
+    "A chunk gets `window` positions from before. Its first query sees window − 1 of "
+    "them, and itself.",
+    shown=lambda self, x, t: x[:, :, -(self.window - (t == 1) + t) :],
+)
+
+
+class StartOfChunk(Rolling):
+    def append(self, layer, k, v):
+        shown = super().append(layer, k, v)
+        if k.shape[2] > self.window:
+            self.kept[layer] = [x[:, :, : self.window] for x in (k, v)]
+        return shown
+
+
+spoiled(
+    rolling,
+    StartOfChunk,
+    "start_of_a_long_chunk_kept",
+    "Of a chunk longer than the window the first positions are kept. The last ones are "
+    "needed next.",
+)
+rolling_fault(
+    "length_of_the_memory",
+    "`length` is how many positions are kept. It counts all that have passed: the next "
+    "token's position depends on it.",
+    length=property(lambda self: min(self.window, *self.stops, self.stops[0])),
+)
+rolling_fault(
+    "reset_of_the_length_alone",
+    "`reset` sets `length` back, and the next text still sees the last one.",
+    reset=lambda self: (
+        setattr(self, "kept", getattr(self, "kept", [None] * self.sizes[0])),
+        setattr(self, "stops", [0] * self.sizes[0]),
+    )[0],
+)
+rolling_fault(
+    "no_reset",
+    "`reset` changes nothing.",
+    reset=lambda self: hasattr(self, "stops") or Rolling.reset(self),
+)
+
+
+class OneForAll(Rolling):
+    def append(self, layer, k, v):
+        shown = super().append(layer, k, v)
+        self.kept = [self.kept[layer]] * self.sizes[0]
+        return shown
+
+
+spoiled(
+    rolling,
+    OneForAll,
+    "layers_share_a_memory",
+    "All layers write into one memory.",
+)
+
+
+class OnceALayer(Rolling):
+    @property
+    def length(self):
+        return sum(self.stops)
+
+
+spoiled(
+    rolling,
+    OnceALayer,
+    "length_once_per_layer",
+    "`length` advances with each layer.",
+)
+rolling_fault(
+    "values_are_keys",
+    "The keys come back as values too.",
+    append=lambda self, layer, k, v: Rolling.append(self, layer, k, k),
+)
+rolling_fault(
+    "shape_unchecked",
+    "Shapes are not compared, so PyTorch broadcasts or complains later.",
+    refuse_shape=lambda self, k, v: None,
+)
+rolling_fault(
+    "kind_unchecked",
+    "Dtypes are not compared.",
+    refuse_kind=lambda self, k, v: None,
+)
+
+
+class FullAfterTheWindow(Rolling):
+    def append(self, layer, k, v):
+        if self.stops[layer] + k.shape[2] > self.window:
+            raise ValueError(f"{self.stops[layer] + k.shape[2]} > {self.window}")
+        return super().append(layer, k, v)
+
+
+spoiled(
+    rolling,
+    FullAfterTheWindow,
+    "full_after_the_window",
+    "It refuses more than `window` positions. It should forget the oldest instead.",
+)
+
+
+# A decoder to run through a cache -----------------------------------------------------
+
+
+class Table(nn.Module):
+    """Learned positions, as in lesson 04."""
+
+    def __init__(self, max_len, d_model):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(max_len, d_model))
+
+    def forward(self, positions):
+        outside = (positions < 0) | (positions >= len(self.table))
+        if not positions.is_meta and outside.any():
+            at = positions[outside][0].item()
+            raise ValueError(
+                f"position {at} is not in the table of {len(self.table)} positions"
+            )
+        return self.table[positions]
+
+
+class Decoder(nn.Module):
+    """A decoder with the course's parts under the course's names, and no answers."""
+
+    def __init__(self, c, weights):
+        super().__init__()
+        self.config, bias, llama = c, c.style == "gpt2", c.style == "llama"
+
+        def norm():
+            kind = nn.RMSNorm if llama else nn.LayerNorm
+            return kind(c.d_model, eps=c.norm_eps)
+
+        def linear(n_in, n_out):
+            return nn.Linear(n_in, n_out, bias=bias)
+
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        if not llama:
+            self.positions = Table(c.max_len, c.d_model)
+        self.blocks = nn.ModuleList()
+        for _ in range(c.n_layers):
+            block = nn.Module()
+            block.norm_1, block.norm_2 = norm(), norm()
+            block.attention = nn.Module()
+            d_q, d_kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+            block.attention.w_q = linear(c.d_model, d_q)
+            block.attention.w_k = linear(c.d_model, d_kv)
+            block.attention.w_v = linear(c.d_model, d_kv)
+            block.attention.w_o = linear(d_q, c.d_model)
+            block.feed_forward = Think(c, linear)
+            self.blocks.append(block)
+        self.norm = norm()
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        held = dict(self.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                held.get(f"{name}.weight", held.get(name)).copy_(value)
+
+    def forward(self, ids):
+        held = {n.removesuffix(".weight"): p for n, p in self.named_parameters()}
+        return whole_decoder(ids, held, self.config)
+
+
+class Think(nn.Module):
+    def __init__(self, c, linear):
+        super().__init__()
+        self.w_1, self.w_2 = linear(c.d_model, c.d_ff), linear(c.d_ff, c.d_model)
+        if c.style == "llama":
+            self.w_3 = linear(c.d_model, c.d_ff)
+
+    def forward(self, x):
+        if hasattr(self, "w_3"):
+            return self.w_2(F.silu(self.w_1(x)) * self.w_3(x))
+        return self.w_2(F.gelu(self.w_1(x)))
+
+
+LONG, LONG_GPT2 = replace(LLAMA, max_len=16), replace(GPT2, max_len=16)
+ONE_BLOCK = replace(LONG, n_layers=1)
+
+
+def decoder(c, seed):
+    """A decoder, and the truth about it: logits of whole texts in float64."""
+    weights = weights_for(model_shapes(c), seed)
+    wide = doubled(weights)
+    return Decoder(c, weights), lambda ids: whole_decoder(ids, wide, c)
+
+
+def room(c, batch, max_len=16, **kind):
+    return Cache(c.n_layers, batch, c.n_kv_heads, max_len, c.d_head, **kind)
+
+
+# cached_forward -----------------------------------------------------------------------
+
+forward_ = Exercise("cached_forward", lesson="kv_cache")
+
+
+def in_chunks(t, answer, model, truth, ids, sizes, cache, padding=None):
+    """Feed `ids` in chunks; all logits that speak of something must be right."""
+    like = next(model.parameters())
+    tolerance = ANGLES if like.dtype == torch.float64 else None
+    expected = [truth(ids)] if padding is None else None
+    if padding is not None:
+        pads = padding.tolist()
+        expected = [truth(ids[r : r + 1, p:])[0] for r, p in enumerate(pads)]
+    start = 0
+    for i, (size, chunk_ids) in enumerate(zip(sizes, ids.split(sizes, 1), strict=True)):
+        given = (model, chunk_ids, cache) + ((padding,) * (padding is not None))
+        actual = t.call(answer, *given)
+        t.is_tensor(actual, "what it returns")
+        shape = (*chunk_ids.shape, model.config.vocab_size)
+        if actual.shape != shape:
+            raise Unmet(f"the logits have shape {tuple(actual.shape)}, not {shape}.")
+        what = f"chunks {list(sizes[: i + 1])}: the logits of the last"
+        if padding is None:
+            right = expected[0][:, start : start + size]
+            t.close(actual, right, what, like=like, tolerance=tolerance)
+        else:
+            # What stands at padding says nothing, and must tell no answers apart.
+            t.trace[-1] = t.trace[-1].clone()
+            for row, pad in enumerate(pads):
+                t.trace[-1][row, : max(0, pad - start)] = 0
+                first = max(start, pad)
+                if first < start + size:
+                    t.close(
+                        actual[row, first - start :],
+                        expected[row][first - pad : start + size - pad],
+                        f"{what}, row {row} with {pad} padding tokens",
+                        like=like,
+                        tolerance=tolerance,
+                    )
+        start += size
+        if cache.length != start:
+            raise Unmet(
+                f"after chunks {list(sizes[: i + 1])} the cache holds {cache.length} "
+                f"positions, expected {start}: each layer appends once in a pass."
+            )
+
+
+def chunks_agree(t, answer, c, sizes, seed, batch=2, **kind):
+    model, truth = decoder(c, seed)
+    ids = probe_ids(batch, sum(sizes), below=c.vocab_size, seed=seed)
+    in_chunks(t, answer, model, truth, ids, sizes, room(c, batch))
+
+
+@forward_.requires(
+    "one token, one block, an empty cache: the same logits as without",
+    "Go through `Block.forward` and `MultiHeadAttention.forward` line by line. What has "
+    "to be put between the keys and the scores?",
+)
+def _(answer, t):
+    chunks_agree(t, answer, ONE_BLOCK, (1,), 1000)
+
+
+@forward_.requires(
+    "a whole prompt at once: nobody sees the future",
+    "A prompt is a chunk, and its tokens must not look ahead, cache or not. One block "
+    "and the last token alone would not show it.",
+)
+def _(answer, t):
+    chunks_agree(t, answer, LONG, (7,), 1100)
+
+
+@forward_.requires(
+    "token by token: each is at its own position, and sees all before it",
+    "The next token's position is how many are in the cache. When do you ask for it: "
+    "before the first layer appends, or after?",
+)
+def _(answer, t):
+    chunks_agree(t, answer, ONE_BLOCK, (1, 1, 1, 1), 1200, batch=3)
+    chunks_agree(t, answer, LONG, (1,) * 6, 1210)
+
+
+@forward_.requires(
+    "a prompt, then token by token, as in generation",
+    "What is different in the second step of generation from the first?",
+)
+def _(answer, t):
+    chunks_agree(t, answer, LONG, (4, 1, 1, 1), 1300)
+    chunks_agree(t, answer, LONG, (5, 1, 1), 1310, batch=3)
+
+
+@forward_.requires(
+    "chunks of any length behind a prefix",
+    "T queries, and more keys than that: which of the keys may each query see?",
+)
+def _(answer, t):
+    chunks_agree(t, answer, LONG, (2, 3, 1, 4), 1400, batch=3)
+    chunks_agree(t, answer, replace(LONG, n_kv_heads=6), (3, 4), 1410)
+    chunks_agree(t, answer, replace(LONG, n_kv_heads=1, rope_base=50.0), (3, 4), 1420)
+
+
+def windowed(ids, p, c, window):
+    """Logits of a decoder of style llama whose queries see `window` positions."""
+    at = torch.arange(ids.shape[1])
+    distance = at[:, None] - at
+    mask = (distance >= 0) & (distance < window)
+    x = p["embedding"][ids]
+    for i in range(c.n_layers):
+        start = f"blocks.{i}."
+        own = {n.removeprefix(start): w for n, w in p.items() if n.startswith(start)}
+        x = one_block(x, own, c, mask)
+    return F.linear(normed(x, p, "norm", c), p["head"])
+
+
+@forward_.requires(
+    "the keys are those that append returned, also where a cache forgets old ones",
+    "`cache.length` counts what has passed; how many keys there are, their shape tells.",
+)
+def _(answer, t):
+    model, _ = decoder(LONG, 1450)
+    wide = doubled(weights_for(model_shapes(LONG), 1450))
+    ids = probe_ids(2, 9, below=23, seed=25)
+    cache = Rolling(3, 2, 2, 4, 4)
+    in_chunks(
+        t, answer, model, lambda ids: windowed(ids, wide, LONG, 4), ids, (1,) * 9, cache
+    )
+
+
+@forward_.requires(
+    'style "gpt2": learned positions and biases',
+    "Call the layers (`part.w_q(y)`), so that biases come along. And where do learned "
+    "positions enter?",
+)
+def _(answer, t):
+    for i, sizes in enumerate(((6,), (1, 1, 1, 1), (4, 1, 1), (2, 3, 1))):
+        chunks_agree(t, answer, LONG_GPT2, sizes, 1500 + 10 * i, batch=3)
+
+
+@forward_.requires(
+    "after a reset the next text starts anew, also one of another length",
+    "Nothing about the last text may be kept outside the cache.",
+)
+def _(answer, t):
+    for c in (LONG, LONG_GPT2):
+        model, truth = decoder(c, 1600)
+        cache = room(c, 3)
+        for i, sizes in enumerate(((4, 1, 2), (2, 1, 1), (9, 1))):
+            ids = probe_ids(3, sum(sizes), below=c.vocab_size, seed=20 + i)
+            in_chunks(t, answer, model, truth, ids, sizes, cache)
+            cache.reset()
+        other, truth = decoder(c, 1650)
+        in_chunks(t, answer, other, truth, ids, (6, 1, 3), room(c, 3))
+
+
+@forward_.requires(
+    "padding on the left: each row gives what it would give alone",
+    "Rows begin at different columns. Which position has a row's first real token, and "
+    "which columns may nobody in this row see, in every step?",
+)
+def _(answer, t):
+    for i, (c, sizes, padding) in enumerate(
+        (
+            (ONE_BLOCK, (5,), [2, 0, 3]),
+            (LONG, (6, 1, 1), [2, 0, 4]),
+            (LONG, (3, 2, 1, 2), [1, 4, 0]),
+            (LONG_GPT2, (5, 1, 1), [3, 0, 1]),
+            (LONG_GPT2, (2, 3, 1), [1, 0, 3]),
+        )
+    ):
+        model, truth = decoder(c, 1700 + 10 * i)
+        ids = probe_ids(3, sum(sizes), below=c.vocab_size, seed=30 + i)
+        pads = torch.tensor(padding)
+        in_chunks(t, answer, model, truth, ids, sizes, room(c, 3), pads)
+
+
+@forward_.requires(
+    "more than max_len tokens, and a full cache, are a ValueError that names both "
+    "numbers",
+    "The cache refuses when it is full. Who refuses when the cache is longer than what "
+    "the model was made for?",
+)
+def _(answer, t):
+    for c in (LONG, LONG_GPT2):
+        model, truth = decoder(c, 1800)
+        ids = probe_ids(2, 16, below=c.vocab_size, seed=40)
+        cache = room(c, 2, max_len=30)
+        in_chunks(t, answer, model, truth, ids, (15, 1), cache)
+        t.raises(
+            ValueError,
+            answer,
+            model,
+            ids[:, :1],
+            cache,
+            mentions=(17, 16),
+            because="a 17th token where max_len is 16",
+        )
+        t.raises(
+            ValueError,
+            answer,
+            model,
+            ids[:, :9],
+            room(c, 2, max_len=8),
+            mentions=(9, 8),
+            because="9 tokens where the cache has room for 8",
+        )
+
+
+@forward_.requires("float64, bfloat16 and `eval()` work")
+def _(answer, t):
+    for c in (LONG, LONG_GPT2):
+        model, truth = decoder(c, 1900)
+        ids = probe_ids(2, 8, below=c.vocab_size, seed=50)
+        cache = room(c, 2, dtype=torch.float64)
+        in_chunks(t, answer, model.double().eval(), truth, ids, (3, 1, 4), cache)
+        cache = room(c, 2, dtype=torch.bfloat16)
+        model = model.bfloat16()
+        for part in ids.split((5, 3), 1):
+            actual = t.call(answer, model, part, cache)
+            t.true(
+                actual.dtype == torch.bfloat16,
+                f"The logits of a bfloat16 model are {str(actual.dtype)[6:]}.",
+            )
+        t.true(bool(actual.isfinite().all()), "The logits in bfloat16 are not finite.")
+
+
+@forward_.requires(
+    "no gradients are recorded",
+    "The cache would hold every step's graph, and memory would grow. There is a "
+    "decorator for functions that need none.",
+)
+def _(answer, t):
+    model, _ = decoder(LONG, 2000)
+    cache = room(LONG, 2)
+    for _ in range(2):
+        out = t.call(answer, model, probe_ids(2, 3, below=23), cache)
+        t.is_tensor(out, "what it returns")
+        t.true(
+            not out.requires_grad and not cache.k.requires_grad,
+            "The logits, or the keys in the cache, carry gradients.",
+        )
+
+
+@forward_.requires("it creates nothing on another device")
+def _(answer, t):
+    for c in (LONG, LONG_GPT2):
+
+        def run(model, ids, padding=None, c=c):
+            cache = room(c, 2, device=ids.device)
+            if padding is None:
+                answer(model, ids, cache)
+                return answer(model, ids[:, :2], cache)
+            return answer(model, ids, cache, padding)
+
+        model, ids = decoder(c, 2100)[0], probe_ids(2, 5, below=23)
+        t.any_device(run, model, ids)
+        t.any_device(run, model, ids, torch.tensor([0, 2]))
+
+
+def attended(q, k, v, mask):
+    """Grouped heads without a loop, an empty row as zeros."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1)
+    return weights.masked_fill(~mask, 0) @ v
+
+
+def forward_with(knob=""):
+    """A cached forward pass; `knob` names what is done wrongly."""
+
+    def run(model, ids, cache, padding):
+        c, t = model.config, ids.shape[1]
+        if knob == "starts_anew":
+            cache.reset()
+        start = cache.length
+        if start + t > c.max_len and knob != "max_len_unchecked":
+            raise ValueError(f"{start + t} > {c.max_len}")
+        if knob == "padding_ignored":
+            run.padding = padding = None
+        if start == 0:
+            cache.steps, cache.first = 0, t
+        cache.steps += 1
+        at = torch.arange(t, device=ids.device)
+        positions = at + {
+            "position_zero": 0,
+            "position_by_the_prompt": (cache.steps - 1) * cache.first,
+            "one_too_far": start + (start > 0),
+            "one_behind": max(start - 1, 0),
+            "counted_from_one": start + 1,
+            "read_after_the_append": start + t,
+            "one_position_for_the_chunk": start - at,
+            "last_position_of_the_cache": getattr(cache, "max_len", t) - t,
+        }.get(knob, start)
+        if padding is not None:
+            pads = padding[:, None]
+            if knob == "padding_of_the_first_row":
+                pads = pads[:1].expand_as(pads)
+            if knob != "one_position_vector":
+                positions = positions - pads
+                if knob == "padding_taken_once_more":
+                    positions = positions - pads * (start > 0)
+                if knob == "padding_in_the_prompt_only" and start > 0:
+                    positions = positions + pads
+            if knob != "negative_positions":
+                positions = positions.clamp(min=0)
+        learned = at if knob == "learned_positions_from_zero" else positions
+        x = model.embedding(ids)
+        if c.style == "gpt2" and knob != "learned_positions_forgotten":
+            x = x + model.positions(learned)
+        for layer, block in enumerate(model.blocks):
+            x = x + attend(block, block.norm_1(x), layer, cache, start, positions, c)
+            y = x if knob == "second_norm_forgotten" else block.norm_2(x)
+            x = x + block.feed_forward(y)
+        x = x if knob == "last_norm_forgotten" else model.norm(x)
+        logits = model.head(x[:, -1:] if knob == "last_position_only" else x)
+        return logits
+
+    def attend(block, y, layer, cache, start, positions, c):
+        part, t = block.attention, y.shape[1]
+
+        def heads(linear, n):
+            out = linear(y)
+            if knob == "biases_forgotten":
+                out = F.linear(y, linear.weight)
+            return out.unflatten(-1, (n, -1)).transpose(1, 2)
+
+        base = 10_000.0 if knob == "base_ignored" else c.rope_base
+        q = heads(part.w_q, c.n_heads)
+        k, v = heads(part.w_k, c.n_kv_heads), heads(part.w_v, c.n_kv_heads)
+        rotates = c.style == "llama" and knob != "not_rotated"
+        plain = k
+        if rotates:
+            halves = knob == "half_split"
+            if knob != "queries_not_rotated":
+                q = turned(q, positions, base, halves)
+            k = turned(k, positions, base, halves)
+            if knob == "values_rotated":
+                v = turned(v, positions, base)
+        new_k, new_v = k, v
+        if knob == "stored_before_rotation":
+            k = plain
+        if knob == "nothing_stored":
+            pass
+        elif knob == "always_the_first_layer":
+            k, v = cache.append(0, k, v)
+        elif knob == "layers_counted_from_one":
+            k, v = cache.append(max(layer - 1, 0), k, v)
+        elif knob == "exchanged":
+            k, v = cache.append(layer, v, k)
+        elif knob == "stored_twice":
+            cache.append(layer, k, v)
+            k, v = cache.append(layer, k, v)
+        else:
+            k, v = cache.append(layer, k, v)
+        if knob == "stored_before_rotation":
+            k = torch.cat([k[:, :, :-t], new_k], 2)
+        if knob == "rotated_twice" and rotates:
+            k = turned(k, torch.arange(k.shape[2], device=k.device), base)
+        if knob == "rotated_again_as_new" and rotates and start > 0:
+            k = turned(k, positions[..., -1:].expand(*positions.shape[:-1], k.shape[2]),
+                       base)  # fmt: skip
+        if knob == "cache_not_read":
+            k, v = new_k, new_v
+        t_k = k.shape[2]
+        if knob == "group_of_heads_tiled":
+            k, v = (z.repeat(1, c.n_heads // c.n_kv_heads, 1, 1) for z in (k, v))
+        i, j = (
+            torch.arange(t, device=y.device)[:, None],
+            torch.arange(t_k, device=y.device),
+        )
+        mask = j <= i + t_k - t
+        if knob == "prefill_sees_the_future":
+            mask = j < t_k + 0 * i
+        if knob == "no_mask_behind_a_prefix" and start > 0:
+            mask = j < t_k + 0 * i
+        if knob == "mask_top_left":
+            mask = j <= i
+        if knob == "prefix_hidden" and t > 1:
+            mask = mask & (j >= t_k - t)
+        if knob == "itself_hidden":
+            mask = (j < i + t_k - t) | (j + i == 0)
+        mask = mask[None, None]
+        padding = run.padding
+        hides = padding is not None and knob != "padding_visible"
+        if knob == "padding_hidden_in_the_prompt_only" and start > 0:
+            hides = False
+        if hides:
+            pads = padding[:1] if knob == "padding_of_the_first_row" else padding
+            if knob == "padding_counted_from_the_chunk":
+                mask = (
+                    mask & ((j < start) | (j - start >= pads[:, None]))[:, None, None]
+                )
+            elif knob == "padding_on_the_right":
+                mask = mask & (j < t_k - pads[:, None])[:, None, None]
+            else:
+                mask = mask & (j >= pads[:, None])[:, None, None]
+        if knob == "mask_from_the_length":
+            j = torch.arange(start + t, device=y.device)
+            mask = (j <= i + start)[None, None]
+        if knob == "square_mask":
+            mask = mask[..., -t:]
+        out = attended(q, k, v, mask)
+        if knob == "not_scaled":
+            out = attended(q * math.sqrt(c.d_head), k, v, mask)
+        return part.w_o(out.transpose(1, 2).flatten(2))
+
+    def cached_forward(model, ids, cache, padding=None):
+        run.padding = padding
+        with torch.set_grad_enabled(knob == "gradients_kept"):
+            return run(model, ids, cache, padding)
+
+    return cached_forward
+
+
+FORWARD_FAULTS = {
+    "prefill_sees_the_future": "There is a cache, so there is no mask? The tokens of the "
+    "prompt see each other's future. Token by token nobody would notice.",
+    "no_mask_behind_a_prefix": "A chunk behind a prefix gets no mask: its tokens see each "
+    "other's future.",
+    "square_mask": "The mask is square, for the chunk alone. With a prefix there are more "
+    "keys than queries.",
+    "mask_top_left": "The mask is aligned top-left: the first query of a chunk sees one "
+    "key. The queries are the *last* positions.",
+    "prefix_hidden": "A chunk sees itself alone, not the prefix.",
+    "mask_from_the_length": "The mask is made for `length` + T keys. A cache that forgets "
+    "returns fewer: take their number from the keys' shape.",
+    "itself_hidden": "No token sees itself.",
+    "position_zero": "Every call starts at position 0. A new token's position is how many "
+    "the cache holds.",
+    "position_by_the_prompt": "The position advances by the prompt's length at each step, "
+    "not by what was added. The first step after the prompt is right by chance.",
+    "one_too_far": "Positions behind a prefix are one too large: the first new token's "
+    "position is how many there are, because the first of all is 0.",
+    "one_behind": "Positions behind a prefix are one too small: two tokens stand at one "
+    "place.",
+    "counted_from_one": "Positions are counted from 1. RoPE does not care, because all "
+    "move together; learned positions do.",
+    "read_after_the_append": "The positions are those after the chunk: `length` is read "
+    "when the chunk has been added already.",
+    "one_position_for_the_chunk": "All tokens of a chunk get the position of its first.",
+    "last_position_of_the_cache": "The chunk is placed at the end of the cache's memory, "
+    "not behind what is filled.",
+    "stored_before_rotation": "Keys go into the cache before they are rotated, and are "
+    "never rotated afterwards: only the new ones have a position.",
+    "rotated_twice": "The keys that come out of the cache are rotated again. They were "
+    "when they went in.",
+    "rotated_again_as_new": "Old keys are rotated again with the position of the new "
+    "token. A key keeps the position it had.",
+    "queries_not_rotated": "The keys are rotated, the queries are not.",
+    "not_rotated": "Nothing is rotated.",
+    "values_rotated": "The values are rotated too. RoPE turns queries and keys alone.",
+    "half_split": "The rotation pairs the first half of a head with the second. In this "
+    "course neighbours form a pair.",
+    "base_ignored": "RoPE runs with its default base; pass on `config.rope_base`.",
+    "cache_not_read": "Keys and values are stored and never used: the scores are with the "
+    "new ones alone. `append` returns all of them.",
+    "nothing_stored": "Nothing is appended to the cache.",
+    "always_the_first_layer": "Every layer appends to layer 0 of the cache.",
+    "layers_counted_from_one": "The layer's number is one off, and two layers write into "
+    "the same memory.",
+    "exchanged": "Keys and values are exchanged on the way through the cache.",
+    "stored_twice": "Each chunk is appended twice.",
+    "starts_anew": "The cache is reset at each call, so nothing is remembered.",
+    "group_of_heads_tiled": "The KV heads are tiled (0, 1, 0, 1, …). Neighbouring query "
+    "heads share one: (0, 0, …, 1, 1, …).",
+    "not_scaled": "The scores are not divided by the root of d_head.",
+    "learned_positions_from_zero": 'In style "gpt2" the learned positions start at 0 in '
+    "each call.",
+    "learned_positions_forgotten": 'In style "gpt2" nothing is added to the embedding.',
+    "biases_forgotten": "The weights are used without their biases. Call the layer, "
+    "`part.w_q(y)`.",
+    "second_norm_forgotten": "The feed-forward network reads the stream without "
+    "`norm_2`.",
+    "last_norm_forgotten": "The stream reaches the head without the last norm.",
+    "last_position_only": "Only the last token's logits are returned. Return those of all "
+    "T new tokens; who generates takes the last.",
+    "one_position_vector": "All rows get the same positions. With padding on the left a "
+    "row's first real token has position 0.",
+    "padding_ignored": "`padding` changes nothing: neither positions nor mask know of it.",
+    "padding_visible": "The padding is looked at. Its positions are right, its keys must "
+    "be hidden.",
+    "padding_hidden_in_the_prompt_only": "The padding is hidden while the prompt is read "
+    "and visible in the steps after it. It is still in the cache.",
+    "padding_in_the_prompt_only": "The positions allow for padding in the prompt and not "
+    "in the steps after it.",
+    "padding_taken_once_more": "The padding is subtracted once more from positions behind "
+    "the prompt.",
+    "padding_of_the_first_row": "Every row gets the padding of the first.",
+    "padding_counted_from_the_chunk": "The padding is looked for at the start of each "
+    "chunk. It is at the start of the text.",
+    "padding_on_the_right": "The padding is hidden at the end of the row. It is at the "
+    "start.",
+    "negative_positions": "Padding tokens get negative positions, which the table of "
+    "learned positions does not have. What they get is all the same, if it exists.",
+    "max_len_unchecked": "Texts longer than the model's `max_len` are accepted if the "
+    "cache has room.",
+    "gradients_kept": "Gradients are recorded, and the cache holds every step's graph.",
+}
+for name, sentence in FORWARD_FAULTS.items():
+    forward_.fault(name, sentence, forward_with(name))
+
+
+# generate_cached ----------------------------------------------------------------------
+
+generation = Exercise("generate_cached", lesson="kv_cache")
+
+
+class Text(Decoder):
+    """A decoder that counts the tokens it has read, and is sure of what comes next."""
+
+    def __init__(self, c, seed=0):
+        super().__init__(c, weights_for(model_shapes(c), seed))
+        self.read = []
+        self.embedding.register_forward_pre_hook(self.count)
+
+    def count(self, module, given):
+        self.read.append(tuple(given[0].shape))
+
+
+def greedy(model, ids, n):
+    """The greedy continuation in float64, without any cache."""
+    held = {n: p.detach() for n, p in model.named_parameters()}
+    wide = doubled({n.removesuffix(".weight"): p for n, p in held.items()})
+
+    class Truth:
+        config = model.config
+
+        def __call__(self, ids):
+            return whole_decoder(ids, wide, model.config)
+
+    return continued(Truth(), ids, n)
+
+
+PROMPTS = probe_ids(3, 4, below=23, seed=60)
+
+
+@generation.requires(
+    "temperature 0: the prompt, then the most likely token at each step",
+    "The first pass reads the prompt, each pass after it only the newest token. Whose "
+    "logits give the next one?",
+)
+def _(answer, t):
+    for fields in (LONG, LONG_GPT2):
+        model = Text(replace(fields, max_len=64), seed=3000)
+        for n in (1, 2, 7):
+            actual = t.call(answer, model, PROMPTS, n, temperature=0)
+            t.equal(actual, greedy(model, PROMPTS, n), f"{n} more tokens: the text")
+        one = probe_ids(5, 1, below=23, seed=61)
+        actual = t.call(answer, model, one, n_tokens=9, temperature=0.0)
+        t.equal(actual, greedy(model, one, 9), "from one token: the text")
+
+
+@generation.requires(
+    "every token is read once: the prompt in one pass, then one token a pass",
+    "Print the shape of what you give to `cached_forward`.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3100)
+    t.call(answer, model, PROMPTS, 6, temperature=0)
+    columns = [shape[-1] for shape in model.read]
+    t.trace.append(str(columns))
+    t.true(
+        columns[:6] == [4, 1, 1, 1, 1, 1] and len(columns) <= 7,
+        f"For a prompt of 4 and 6 new tokens the passes read {columns} tokens.",
+    )
+
+
+@generation.requires(
+    "the next call starts anew, with another prompt and another batch; 0 tokens give "
+    "back the prompt",
+    "Whose cache is it? One that outlives the call has to be reset.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3200)
+    for batch, size, n in ((3, 4, 3), (2, 6, 2), (3, 2, 5), (1, 3, 0), (3, 4, 3)):
+        ids = probe_ids(batch, size, below=23, seed=70 + size)
+        actual = t.call(answer, model, ids, n, temperature=0)
+        t.equal(actual, greedy(model, ids, n), f"a prompt of {size}: the text")
+
+
+@generation.requires(
+    "the settings of sample are passed on, each under its own name",
+    "Pass them by name, or in the order that `sample` has.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3300)
+    expected = greedy(model, PROMPTS, 5)
+    for settings in (
+        dict(top_k=1, temperature=5.0),
+        dict(top_p=1e-6, temperature=5.0),
+        dict(temperature=1e-4),
+    ):
+        actual = t.call(answer, model, PROMPTS, 5, **settings)
+        t.equal(actual, expected, f"with {settings}, as good as greedy: the text")
+    many = PROMPTS[:1].expand(2_000, -1)
+    p = torch.softmax(model(PROMPTS[:1])[0, -1].detach().double(), -1)
+    torch.manual_seed(5)
+    drawn = t.call(answer, model, many, 1)[:, -1]
+    t.trace[-1] = torch.bincount(drawn, minlength=23).div(2_000).half()
+    for token in range(23):
+        found, wanted = (drawn == token).double().mean().item(), p[token].item()
+        t.true(
+            abs(found - wanted) < 5.5 * math.sqrt(wanted * (1 - wanted) / 2_000),
+            f"Without settings token {token} came in {found:.1%} of 2,000 draws, "
+            f"expected {wanted:.1%}: the temperature is 1 unless given.",
+        )
+
+
+@generation.requires("a generator alone decides what is drawn")
+def _(answer, t):
+    model = Text(LONG, seed=3400)
+    runs = []
+    for seed, of_torch in ((2, 0), (2, 1), (3, 1)):
+        torch.manual_seed(of_torch)
+        runs.append(
+            t.mutate(
+                answer, model, PROMPTS, 12, temperature=3.0, generator=seeded(seed)
+            )
+        )
+        t.is_tensor(runs[-1])
+    t.equal(runs[1], runs[0], "the same seed again: the text")
+    t.true(not torch.equal(runs[1], runs[2]), "Two seeds gave the same text.")
+
+
+@generation.requires(
+    "padding on the left: each row goes on as it would alone",
+    "`cached_forward` takes `padding`; in which of the passes does it matter?",
+)
+def _(answer, t):
+    for c in (LONG, LONG_GPT2):
+        model = Text(c, seed=3500)
+        ids, pads = probe_ids(3, 6, below=23, seed=62), [2, 0, 4]
+        actual = t.call(
+            answer, model, ids, 7, temperature=0, padding=torch.tensor(pads)
+        )
+        rows = [
+            torch.cat([ids[r, :p], greedy(model, ids[r : r + 1, p:], 7)[0]])
+            for r, p in enumerate(pads)
+        ]
+        t.equal(actual, torch.stack(rows), f"padding {pads}: the text")
+
+
+@generation.requires(
+    "an empty prompt is a ValueError; so is a text that would be longer than max_len, "
+    "which names both numbers",
+    "Test before the first pass: how long will the text be at the end?",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3600)
+    empty = torch.empty(2, 0, dtype=torch.int64)
+    t.raises(ValueError, answer, model, empty, 3, because="an empty prompt")
+    for size, n in ((17, 1), (4, 14), (4, 13), (16, 1)):
+        ids = probe_ids(2, size, below=23, seed=63)
+        t.raises(
+            ValueError,
+            answer,
+            model,
+            ids,
+            n,
+            temperature=0,
+            mentions=(size + n, 16),
+            because=f"{size} tokens and {n} new ones where max_len is 16",
+        )
+    t.true(not model.read, "The model ran before the text was refused.")
+    actual = t.call(answer, model, PROMPTS, 12, temperature=0)
+    t.equal(actual, greedy(model, PROMPTS, 12), "exactly max_len: the text")
+
+
+@generation.requires(
+    "a float64 and a bfloat16 model work: the cache has the model's dtype",
+    "Any parameter of the model tells its dtype and its device.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3700).double()
+    actual = t.call(answer, model, PROMPTS, 6, temperature=0)
+    t.equal(actual, greedy(model, PROMPTS, 6), "in float64: the text")
+    t.call(answer, Text(LONG_GPT2, seed=3710).bfloat16(), PROMPTS, 3, temperature=0)
+
+
+@generation.requires("it creates nothing on another device")
+def _(answer, t):
+    t.any_device(answer, Text(LONG, seed=3800), PROMPTS, 3, temperature=0)
+
+
+def pick(logits, temperature, top_k, top_p, generator):
+    """A sample by another route than lesson 08's."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    p = torch.softmax(logits.double() / temperature, -1)
+    if top_k is not None:
+        p = p.masked_fill(p < p.topk(top_k).values[:, -1:], 0)
+    if top_p is not None:
+        ranked = p.sort(descending=True)
+        cut = ranked.values.cumsum(-1) - ranked.values >= top_p
+        p = p.masked_fill(cut.gather(1, ranked.indices.argsort()), 0)
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+def generator_that(wrong=""):
+    forward = forward_with()
+    kept = []
+
+    def generate_cached(
+        model,
+        ids,
+        n_tokens,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        generator=None,
+        padding=None,
+    ):
+        c, (batch, t) = model.config, ids.shape
+        if t == 0 and wrong != "empty_unchecked":
+            raise ValueError("empty")
+        longest = c.max_len + (wrong == "one_past_max_len")
+        too_long = (
+            t > c.max_len if wrong == "prompt_alone_checked" else t + n_tokens > longest
+        )
+        if too_long and wrong not in ("too_long_unchecked", "stops_at_max_len"):
+            raise ValueError(f"{t + n_tokens} > {c.max_len}")
+        if wrong == "stops_at_max_len":
+            n_tokens = max(0, min(n_tokens, c.max_len - t))
+        if wrong == "temperature_not_passed":
+            temperature = 1.0 if temperature else 0
+        if wrong == "defaults_to_greedy" and temperature == 1.0 and generator is None:
+            temperature = 0
+        top_k = None if wrong == "top_k_not_passed" else top_k
+        top_p = None if wrong == "top_p_not_passed" else top_p
+        if wrong == "generator_not_passed":
+            generator = None
+        weight = model.embedding.weight
+        dtype = torch.float32 if wrong == "always_float32" else weight.dtype
+        size = max(1, n_tokens if wrong == "room_for_new_tokens_alone" else 64)
+
+        def fresh(batch=batch):
+            return room(c, batch, size, dtype=dtype, device=ids.device)
+
+        cache = fresh()
+        if wrong == "no_reset":
+            if not kept or kept[0] is not model or kept[1].sizes != cache.sizes:
+                kept[:] = [model, cache]
+            cache = kept[1]
+        new, out = ids, ids
+        steps = n_tokens + {"one_too_many": 1, "one_too_few": -1}.get(wrong, 0)
+        if wrong == "up_to_n_tokens":
+            steps = n_tokens - t
+        for step in range(steps):
+            own = padding
+            if wrong == "padding_not_passed":
+                own = None
+            if wrong == "padding_in_the_prompt_only" and step:
+                own = None
+            if wrong == "padding_after_the_prompt_only" and not step:
+                own = None
+            if wrong == "prompt_last_token_alone" and step == 0:
+                new = ids[:, -1:]
+            if wrong == "whole_text_each_time":
+                new = out
+            if wrong == "no_cache":
+                cache, new = fresh(), out
+            if wrong == "cache_thrown_away":
+                cache = fresh()
+            if wrong == "prompt_token_by_token" and step == 0:
+                for token in ids.split(1, 1):
+                    logits = forward(model, token, cache, own)
+            else:
+                logits = forward(model, new, cache, own)
+            at = {"first_position": 0, "last_but_one": max(-2, -new.shape[1])}
+            logits = logits[:, at.get(wrong, -1)]
+            token = pick(logits, temperature, top_k, top_p, generator)[:, None]
+            if wrong == "one_row_for_all":
+                token = token[:1].expand(batch, 1)
+            if wrong == "prompt_read_again":
+                new = torch.cat([ids[:, -1:], token], 1)
+            elif wrong == "two_newest_each_time":
+                new = torch.cat([out[:, -1:], token], 1)
+            elif wrong == "newest_never_read":
+                new = out[:, -1:]
+            else:
+                new = token
+            out = torch.cat([out, token], 1)
+        if wrong == "reads_the_last_one_twice" and steps > 0:
+            forward(model, new, cache, padding)
+            forward(model, new, cache, padding)
+        return out[:, t:] if wrong == "prompt_left_out" else out
+
+    return generate_cached
+
+
+GENERATE_FAULTS = {
+    "first_position": "The next token is drawn from the first position's logits. The last "
+    "position has seen the whole prompt.",
+    "last_but_one": "The next token is drawn from the last position but one: it predicts "
+    "a token that is there already.",
+    "whole_text_each_time": "The whole text is read again at each step, behind what the "
+    "cache holds already. Read only what is new.",
+    "no_cache": "Nothing is saved: at each step a new cache reads the whole text again.",
+    "cache_thrown_away": "Each step gets an empty cache and one token: the model has "
+    "forgotten the text.",
+    "prompt_last_token_alone": "Only the last token of the prompt is read.",
+    "prompt_token_by_token": "The prompt is read token by token. One pass reads all of it "
+    "at once, and its matrix products are far more efficient.",
+    "prompt_read_again": "The prompt's last token is read again with each new one.",
+    "two_newest_each_time": "The token before the newest is read again at each step; it "
+    "is in the cache already.",
+    "newest_never_read": "The newest token is not read: the one before it is, again.",
+    "reads_the_last_one_twice": "Passes are made whose logits nobody uses.",
+    "no_reset": "The cache of the last call is used again without a reset: the model "
+    "sees the last prompt before this one.",
+    "prompt_left_out": "The prompt is missing from the result.",
+    "one_too_many": "One token too many is added.",
+    "one_too_few": "One token too few is added.",
+    "up_to_n_tokens": "`n_tokens` is taken for the length of the whole text.",
+    "one_row_for_all": "Every row gets the first row's token.",
+    "defaults_to_greedy": "Without settings it takes the most likely token; the "
+    "temperature is 1 unless given.",
+    "temperature_not_passed": "The temperature is not passed on to `sample`.",
+    "top_k_not_passed": "`top_k` is not passed on to `sample`.",
+    "top_p_not_passed": "`top_p` is not passed on to `sample`.",
+    "generator_not_passed": "The generator is not passed on to `sample`.",
+    "padding_not_passed": "`padding` is not passed on to `cached_forward`.",
+    "padding_in_the_prompt_only": "`padding` is passed on for the prompt and not in the "
+    "steps after it. The padding is still in the cache.",
+    "padding_after_the_prompt_only": "`padding` is passed on in the steps after the "
+    "prompt and not for the prompt.",
+    "empty_unchecked": "An empty prompt reaches the model.",
+    "too_long_unchecked": "A text that cannot fit is begun all the same, and breaks off "
+    "in the middle.",
+    "prompt_alone_checked": "Only the prompt is compared with max_len. The new tokens "
+    "need room too.",
+    "one_past_max_len": "One token more than max_len is let through.",
+    "stops_at_max_len": "Fewer tokens than asked for come back, without a word.",
+    "room_for_new_tokens_alone": "The cache has room for the new tokens alone. The "
+    "prompt's keys are in it too.",
+    "always_float32": "The cache is float32 whatever the model is.",
+}
+for name, sentence in GENERATE_FAULTS.items():
+    generation.fault(name, sentence, generator_that(name))
+
+
+# The parts of lessons 03, 04 and 08 with a cache --------------------------------------
+
+joint = Joint(
+    "cached_decoder",
+    lesson="kv_cache",
+    parts={
+        "attention": "attention",
+        "split_heads": "multi_head",
+        "merge_heads": "multi_head",
+        "MultiHeadAttention": "multi_head",
+        "rope": "positions",
+        "TransformerConfig": "forward_pass",
+        "Transformer": "forward_pass",
+        "generate": "forward_pass",
+        "KVCache": "kv_cache",
+        "chunk_mask": "kv_cache",
+        "cached_forward": "kv_cache",
+        "generate_cached": "kv_cache",
+    },
+)
+
+
+@joint.requires(
+    "heads, rotation, cache and mask in pieces give what MultiHeadAttention gives at once",
+    "Do by hand what `cached_forward` does in one layer, chunk by chunk, and compare with "
+    "one call of the layer.",
+)
+def _(parts, t):
+    torch.manual_seed(7)
+    layer = t.call(parts["MultiHeadAttention"], 10, 6, 2, 4)
+    cache = t.call(parts["KVCache"], 1, 3, 2, 9, 4)
+    x, out = probe(3, 9, 10, seed=801), []
+
+    def whole(x):
+        positions = torch.arange(9)
+
+        def rotate(heads):
+            return parts["rope"](heads, positions, 100.0)
+
+        return layer(x, torch.ones(9, 9).tril().bool(), rotate).detach()
+
+    for piece, places in zip(
+        x.split((4, 1, 3, 1), 1), torch.arange(9).split((4, 1, 3, 1)), strict=True
+    ):
+        q, k, v = (
+            t.call(parts["split_heads"], w(piece).detach(), n)
+            for w, n in ((layer.w_q, 6), (layer.w_k, 2), (layer.w_v, 2))
+        )
+        q, k = (t.call(parts["rope"], y, places, 100.0) for y in (q, k))
+        k, v = t.call(cache.append, 0, k, v)
+        mask = t.call(parts["chunk_mask"], len(places), k.shape[2])
+        k, v = (y.repeat_interleave(3, 1) for y in (k, v))
+        heads = t.call(parts["attention"], q, k, v, mask)
+        out.append(layer.w_o(t.call(parts["merge_heads"], heads)).detach())
+    t.close(torch.cat(out, 1), t.call(whole, x), "attention in pieces", like=x)
+
+
+def built(parts, t, fields, seed):
+    names = [n for n in vars(fields) if not n.startswith("_")]
+    c = t.call(parts["TransformerConfig"], *[getattr(fields, n) for n in names])
+    model = t.call(parts["Transformer"], c)
+    weights = weights_for(model_shapes(fields), seed)
+    held = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            held.get(f"{name}.weight", held.get(name)).copy_(value)
+    return model.double(), doubled(weights)
+
+
+@joint.requires(
+    "Transformer in one pass and cached_forward through a KVCache give the same logits",
+    "Both styles, chunk by chunk. If one style differs: positions; if both: the cache.",
+)
+def _(parts, t):
+    for i, fields in enumerate((LONG, LONG_GPT2)):
+        model, weights = built(parts, t, fields, 820 + 40 * i)
+        ids = probe_ids(3, 9, below=23, seed=821)
+        expected = whole_decoder(ids, weights, fields)
+        whole = t.call(model, ids)
+        t.close(whole, expected, "the logits of one pass", tolerance=ANGLES)
+        sizes = (fields.n_layers, 3, fields.n_kv_heads, 12, fields.d_head)
+        cache = t.call(parts["KVCache"], *sizes, dtype=torch.float64)
+        for again in range(2):
+            pieces, taken = [], (4, 1, 3, 1) if again else (2, 3, 4)
+            for piece in ids.split(taken, 1):
+
+                def run(piece, cache=cache, model=model):
+                    return parts["cached_forward"](model, piece, cache)
+
+                pieces.append(t.call(run, piece))
+            what = f"style {fields.style}, chunks {taken}: the logits"
+            t.close(torch.cat(pieces, 1), expected, what, tolerance=ANGLES)
+            t.call(cache.reset)
+
+
+@joint.requires(
+    "generate and generate_cached write the same text, greedy and drawn",
+    "Both draw with your `sample`: with one seed they draw the same tokens as long as "
+    "their logits agree.",
+)
+def _(parts, t):
+    for i, fields in enumerate((LONG, LONG_GPT2)):
+        model, _ = built(parts, t, fields, 860 + 40 * i)
+        for settings in (dict(temperature=0), dict(temperature=1.5, top_k=9)):
+            texts = []
+            for name in ("generate", "generate_cached"):
+                made = seeded(3)
+                texts.append(
+                    t.mutate(parts[name], model, PROMPTS, 9, generator=made, **settings)
+                )
+            t.equal(texts[1], texts[0], f"with {settings}: the text through the cache")
+
+
+def knobbed_decoder(knob):
+    """A `Transformer` of lesson 08 whose forward pass does something else."""
+
+    def make(config):
+        class Transformer(Decoder):
+            def forward(self, ids):
+                held = {
+                    n.removesuffix(".weight"): p for n, p in self.named_parameters()
+                }
+                return whole_decoder(ids, held, self.config, knob)
+
+        fields = {n: getattr(config, n) for n in vars(LLAMA)}
+        fields = SimpleNamespace(**fields)
+        return Transformer(fields, {})
+
+    return make
+
+
+for name, sentence, wrong in (
+    (
+        "mask_top_left",
+        "`chunk_mask` is aligned top-left: behind a prefix a chunk sees too little.",
+        {"chunk_mask": mask_that(past=lambda i, j, t_q, t_k: j <= i)},
+    ),
+    (
+        "rope_counts_from_the_chunk",
+        "`rope` numbers the positions itself, from 0, and ignores those it is given.",
+        {
+            "rope": lambda x, positions, base=10_000.0: turned(
+                x, torch.arange(x.shape[-2]), base
+            )
+        },
+    ),
+    (
+        "heads_not_merged_back",
+        "`merge_heads` does not bring heads and positions back into their order.",
+        {"merge_heads": lambda x: x.reshape(x.shape[0], x.shape[2], -1)},
+    ),
+    (
+        "mask_read_inverted",
+        "`attention` reads True as “hidden”.",
+        {"attention": lambda q, k, v, mask=None: attended(q, k, v, ~mask)},
+    ),
+    (
+        "layers_share_a_buffer",
+        "`KVCache` gives all layers one buffer.",
+        {
+            "KVCache": type(
+                "KVCache",
+                (Cache,),
+                {
+                    "write": lambda self, layer, start, k, v: [
+                        Cache.write(self, each, start, k, v)
+                        for each in range(self.sizes[0])
+                    ]
+                },
+            )
+        },
+    ),
+    (
+        "whole_buffer",
+        "`KVCache.append` returns its empty places too.",
+        {
+            "KVCache": type(
+                "KVCache",
+                (Cache,),
+                {"seen": lambda self, layer, *_: (self.k[layer], self.v[layer])},
+            )
+        },
+    ),
+    (
+        "no_reset",
+        "`KVCache.reset` forgets nothing.",
+        {
+            "KVCache": type(
+                "KVCache",
+                (Cache,),
+                {"reset": lambda self: hasattr(self, "stops") or Cache.reset(self)},
+            )
+        },
+    ),
+    (
+        "prefill_sees_the_future",
+        "`cached_forward` has no mask for a chunk.",
+        {"cached_forward": forward_with("prefill_sees_the_future")},
+    ),
+    (
+        "position_zero",
+        "`cached_forward` starts at position 0 in every call.",
+        {"cached_forward": forward_with("position_zero")},
+    ),
+    (
+        "model_without_a_mask",
+        "`Transformer` sees the future in one pass, which no cache can give.",
+        {"Transformer": knobbed_decoder("no_mask")},
+    ),
+    (
+        "newest_never_read",
+        "`generate_cached` does not read what it has just written.",
+        {"generate_cached": generator_that("newest_never_read")},
+    ),
+    (
+        "settings_not_passed",
+        "`generate_cached` ignores `top_k`.",
+        {"generate_cached": generator_that("top_k_not_passed")},
+    ),
+):
+    joint.fault(name, sentence, wrong)
