@@ -269,6 +269,9 @@ class RollingKVCache:
             positions are kept.
         dtype, device: as in `KVCache`.
 
+    Raises:
+        ValueError: if a size is smaller than 1; names it.
+
     Beltagy, Peters, Cohan (2020), "Longformer"; Jiang et al. (2023), "Mistral 7B".
     """
 
@@ -277,6 +280,8 @@ class RollingKVCache:
     ):
         ### BEGIN SOLUTION
         shape = (n_layers, batch, n_kv_heads, window, d_head)  # L B K W Dh
+        if min(shape) < 1:
+            raise ValueError(f"sizes {shape}: each must be at least 1")
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.window = window

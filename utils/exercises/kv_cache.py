@@ -1313,6 +1313,23 @@ def _(answer, t):
     rolls(t, answer, (3, 3, 1), dtype=torch.bfloat16)
 
 
+@rolling.requires(
+    "a window or another size below 1 is a ValueError when it is built",
+    "A window of 0 would look at nothing: refuse it in `__init__`, by its number.",
+)
+def _(answer, t):
+    for i in range(5):
+        sizes = [4, 2, 3, 9, 5]
+        sizes[i] = 0
+        t.raises(
+            ValueError,
+            answer,
+            *sizes,
+            mentions=(0,),
+            because=f"a size of 0 (argument {i + 1})",
+        )
+
+
 def rolling_fault(name, sentence, **methods):
     spoiled(rolling, Rolling, name, sentence, **methods)
 
@@ -1458,6 +1475,11 @@ rolling_fault(
     "values_are_keys",
     "The keys come back as values too.",
     append=lambda self, layer, k, v: Rolling.append(self, layer, k, k),
+)
+rolling_fault(
+    "sizes_unchecked",
+    "A window of 0 is taken, and nothing is ever kept or forgotten as it should be.",
+    refuse_sizes=lambda self, dtype: None,
 )
 rolling_fault(
     "shape_unchecked",
