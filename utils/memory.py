@@ -5,7 +5,6 @@ import weakref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -22,8 +21,9 @@ class LiveBytes(TorchDispatchMode):
         self._known = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        before = {id(x.untyped_storage()) for x in _tensors([args, *kwargs.values()])}
+        result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if id(storage) not in before and id(storage) not in self._known:
@@ -42,8 +42,13 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _tensors(values):
-    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+def _tensors(value):
+    """The tensors among what an operation takes or gives."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [x for each in value for x in _tensors(each)]
+    return []
 
 
 def peak_bytes(f, *args) -> int:
