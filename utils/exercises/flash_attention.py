@@ -98,15 +98,18 @@ class OneWay:
         return block
 
 
-def maximum_and_total(t, answer, blocks, given=None):
-    """Call the answer, and compare both results with those of the whole row."""
+def maximum_and_total(t, answer, blocks, given=None, relaxed=None):
+    """Call the answer, and compare both results with those of the whole row.
+
+    relaxed: the tolerance of the total, where right formulas differ in rounding.
+    """
     found = t.call(answer, blocks if given is None else given)
     row = torch.cat(blocks, dim=-1).double()
     maximum = row.amax(dim=-1)
     shift = maximum.masked_fill(maximum.isinf(), 0)[..., None]
     t.is_tuple(found, 2, "the result (maximum and total)")
     sums(t, found[0], maximum, "the maximum", blocks[0])
-    sums(t, found[1], (row - shift).exp().sum(-1), "the total", blocks[0])
+    sums(t, found[1], (row - shift).exp().sum(-1), "the total", blocks[0], relaxed)
 
 
 def in_blocks(x, *sizes):
@@ -146,11 +149,11 @@ def _(answer, t):
 )
 def _(answer, t):
     x = probe(3, 9, seed=4, scale=3)
-    maximum_and_total(t, answer, in_blocks(x + 10_000, 4, 5))
-    maximum_and_total(t, answer, in_blocks(x - 10_000, 2, 3, 4))
+    maximum_and_total(t, answer, in_blocks(x + 10_000, 4, 5), relaxed=0.01)
+    maximum_and_total(t, answer, in_blocks(x - 10_000, 2, 3, 4), relaxed=0.01)
     steps = torch.tensor([-10_000.0, -1.0, 0.0, 90.0, 10_000.0]).repeat_interleave(2)
-    maximum_and_total(t, answer, in_blocks(steps, 2, 2, 2, 2, 2))
-    maximum_and_total(t, answer, in_blocks(steps.flip(0), 3, 3, 4))
+    maximum_and_total(t, answer, in_blocks(steps, 2, 2, 2, 2, 2), relaxed=0.01)
+    maximum_and_total(t, answer, in_blocks(steps.flip(0), 3, 3, 4), relaxed=0.01)
 
 
 @online.requires(
@@ -164,7 +167,7 @@ def _(answer, t):
     source = OneWay(blocks)
     maximum_and_total(t, answer, blocks, given=source)
     t.true(
-        source.most <= 2,
+        source.most <= 3,
         f"{source.most} of 8 blocks were in memory at once. Two numbers a row are all "
         "that has to be kept between blocks.",
     )
@@ -1240,7 +1243,7 @@ def _(answer, t):
         out = t.call(answer.apply, *leaves, causal, 64, 64)
         peak = peak_bytes(lambda o=out: o.sum().backward())
         t.true(
-            peak < 0.8 * 640 * 640,
+            peak < 1.2 * 640 * 640,
             f"At 640 queries and keys in blocks of 64 × 64, backward had {peak:,} bytes "
             f"of new tensors at once; the whole matrix has {4 * 640 * 640:,}.",
         )
