@@ -80,9 +80,15 @@ def flash_attention(q, k, v, causal=False, block_q=64, block_k=64):
     (*batch, t_q, d_head), t_k = q.shape, k.shape[-2]
     if (*batch, t_k, d_head) != tuple(k.shape) or (*batch, t_k) != tuple(v.shape[:-1]):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k and v do not fit together: {shapes}")
+        raise ValueError(
+            f"q, k and v do not fit together: {shapes}; repeat_kv gives each query "
+            "head its keys and values"
+        )
     if causal and t_q > t_k:
-        raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
+        raise ValueError(
+            f"{t_q} queries cannot be the last of {t_k} positions: cut q, or leave out "
+            "causal"
+        )
     if min(block_q, block_k) < 1:
         raise ValueError(f"blocks of {block_q} × {block_k}, at least 1 needed")
     high = torch.promote_types(q.dtype, torch.float32)

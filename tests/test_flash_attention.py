@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solutions import flash_attention as reference
 from solutions.attention import attention, causal_mask
-from utils import course, session
+from utils import build, course, session
 from utils.check import CheckFailed, check, evaluate, evaluate_joint
 from utils.exercise import Joint
 from utils.exercises import flash_attention as exercises
@@ -1172,6 +1172,39 @@ def test_other_wrong_kernels_fail():
 
     for wrong in (by_pytorch, square, first_head, trusting, transposed_lse):
         fails(wrong, "flash_kernel")
+
+
+@needs_triton
+def test_a_mistake_inside_the_kernel_is_shown_where_it_is():
+    def flash_kernel(q, k, v, causal=False, block_q=None, block_k=None):
+        @triton.jit
+        def kernel(q_ptr, t_q, D: tl.constexpr):
+            rows = tl.arange(0, 16)
+            tl.store(q_ptr + rows * D + no_such_name, 0.0)  # noqa: F821
+
+        kernel[(1,)](q, 16, 16)
+
+    report = evaluate(flash_kernel)
+    assert (report.status, report.fault) == ("failed", None)
+    assert "NameError" in report.message
+    assert "in kernel: `tl.store(" in report.message
+
+
+def test_the_gradient_has_no_gradient_of_its_own():
+    q, k, v = (x.requires_grad_() for x in heads(t_q=3, t_k=4, d_head=2))
+    out = reference.FlashAttention.apply(q, k, v).sum()
+    (slope,) = torch.autograd.grad(out, q, create_graph=True)
+    with pytest.raises(RuntimeError):  # an error, where a wrong number would be silent
+        torch.autograd.grad(slope.sum(), k)
+
+
+def test_cells_that_differ_without_triton_are_not_compared():
+    source = build.LessonSource(course.ROOT / "lessons" / "11_flash_attention.md")
+    for solved in (False, True):
+        for cell in build.notebook(source, solved).cells:
+            about = "triton is None" in cell.source or "check(flash_k" in cell.source
+            if about and "exercise" not in cell.metadata.get("tags", []):
+                assert "nbval-ignore-output" in cell.metadata["tags"]
 
 
 # Together -----------------------------------------------------------------------------

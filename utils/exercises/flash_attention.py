@@ -4,7 +4,7 @@ import math
 import os
 import warnings
 import weakref
-from functools import partial
+from functools import partial, wraps
 
 import torch
 import torch.nn.functional as F
@@ -1842,12 +1842,30 @@ def mode():
     return "cuda"
 
 
+def plainly(answer):
+    """The answer, its exceptions taken out of the interpreter's wrapping."""
+
+    @wraps(answer)
+    def call(*args, **kwargs):
+        try:
+            return answer(*args, **kwargs)
+        except Exception as error:
+            inner = error
+            while type(inner).__name__ == "InterpreterError" and inner.__cause__:
+                inner = inner.__cause__
+            if inner is error:
+                raise
+            raise inner from None
+
+    return call
+
+
 def from_kernel(t, answer, q, k, v, *args, relaxed=None, **kwargs):
     where = mode()
     q, k, v = (x.to(where) for x in (q, k, v))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow
-        found = t.call(answer, q, k, v, *args, **kwargs)
+        found = t.call(plainly(answer), q, k, v, *args, **kwargs)
     t.is_tuple(found, 2, "the result (output and log-sum-exp)")
     causal = args[0] if args else kwargs.get("causal", False)
     wide = [x.detach().cpu().double() for x in (q, k, v)]
