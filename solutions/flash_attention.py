@@ -6,8 +6,6 @@ import os
 import torch
 from torch.autograd.function import once_differentiable
 
-from solutions.attention import causal_mask
-
 if not torch.cuda.is_available():  # Triton reads it when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 try:
@@ -106,8 +104,8 @@ def flash_attention(q, k, v, causal=False, block_q=64, block_k=64):
             k_block, v_block = k[..., left:right, :].to(high), v[..., left:right, :]
             scores = q_block @ k_block.mT  # … n m
             if causal and right > end - n + 1:  # some are hidden from the first query
-                mask = causal_mask(n, end)[:, left:right].to(q.device)  # n m
-                scores = scores.masked_fill(~mask, -torch.inf)
+                seen = torch.ones_like(scores, dtype=torch.bool).tril(end - n - left)
+                scores = scores.masked_fill(~seen, -torch.inf)
             new = torch.maximum(maximum, scores.amax(dim=-1))  # … n
             shrink = torch.exp(maximum - new)  # … n
             weights = torch.exp(scores - new[..., None])  # … n m
@@ -164,8 +162,8 @@ class FlashAttention(torch.autograd.Function):
                 scores = q_block @ k_block.mT * scale  # … n m
                 weights = torch.exp(scores - lse[..., rows, None])  # … n m
                 if ctx.causal and keys.stop > end - n + 1:
-                    mask = causal_mask(n, end)[:, keys].to(q.device)  # n m
-                    weights = weights.masked_fill(~mask, 0)
+                    seen = torch.ones_like(weights, dtype=torch.bool)
+                    weights = weights.masked_fill(~seen.tril(end - n - left), 0)
                 d_weights = d_block @ v_block.mT  # … n m
                 d_scores = weights * (d_weights - row_sums[..., rows, None])  # … n m
                 d_v[..., keys, :] += weights.mT @ d_block

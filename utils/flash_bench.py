@@ -226,7 +226,7 @@ def why_not(problem) -> str:
 def table(
     device,
     lengths=None,
-    seconds=280.0,
+    seconds=270.0,
     only=None,
     causal=(True, False),
     enough=ENOUGH,
@@ -403,7 +403,7 @@ def main(arguments=None) -> int:
         "--methods", nargs="+", choices=METHODS, help="all if not given"
     )
     parser.add_argument(
-        "--seconds", type=float, default=280.0, help="start nothing new after these"
+        "--seconds", type=float, default=270.0, help="start nothing new after these"
     )
     chosen = parser.parse_args(arguments)
     os.environ["COURSE_PARTS"] = chosen.parts
