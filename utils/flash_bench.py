@@ -218,7 +218,7 @@ def why_not(problem) -> str:
     starved = isinstance(problem, (torch.OutOfMemoryError, MemoryError))
     if starved or "can't allocate memory" in text or "out of memory" in text.lower():
         return "out of memory"
-    if "No available kernel" in text:
+    if "No available kernel" in text or "No viable backend" in text:
         return "not available: PyTorch has no such kernel for these inputs here"
     return f"not available: {text[:160]}"
 
@@ -257,6 +257,8 @@ def table(
                 )
                 for _ in range(3)
             )
+            if name == "Triton" and device == "cpu":
+                row["note"] = "interpreted"  # a time of the interpreter's, no kernel's
             row |= measure(known[name], q, k, v, hidden, backward, device, enough)
             if row["status"] == "ok":
                 work = operations(t, d_head, n_heads, hidden, backward)
@@ -287,6 +289,7 @@ def in_words(row) -> str:
     return (
         f"{head} {row['ms']:9.3f} ms {row['tflops']:8.3g} TFLOP/s "
         f"{row['peak_bytes'] / 2**20:9.1f} MiB  error {row['error']:.1e}"
+        + (f"  ({row['note']})" if "note" in row else "")
     )
 
 
