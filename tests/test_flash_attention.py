@@ -235,10 +235,50 @@ def test_kernel_tries_smaller_blocks_until_they_fit(monkeypatch):
         reference.flash_kernel(q, k, v, False, 128, 128)
 
 
-def test_default_blocks_fit_64_kilobytes_in_the_end():
-    d_head, half = 128, 2
-    n, m, stages = 64, 32, 2
-    assert (n + 2 * m * stages) * d_head * half <= 64 * 1024
+COMPILE = """
+from types import SimpleNamespace
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from solutions.flash_attention import flash_kernel
+torch.cuda.get_device_capability = lambda device: (9, 0)
+size = {"shape": torch.Size((1, 1, 16, 64)), "dim": lambda: 4}
+q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, **size)
+try:
+    flash_kernel(q, q, q)  # defines its kernel, then finds that q is no tensor
+except TypeError:
+    pass
+kernel = flash_kernel.kernel
+for capability, d, n, m, stages in ((90, 64, 128, 64, 3), (80, 128, 64, 32, 2)):
+    fixed = {"CAUSAL": True, "D": d, "Q": n, "K": m}
+    kinds, values = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        kinds[name] = "i32"
+        if name.endswith("_ptr"):
+            kinds[name] = "*fp32" if name == "lse_ptr" else "*bf16"
+        if name.endswith("_strides"):
+            kinds[name] = ("i32", "i32", "i32", "constexpr")
+            values[i, 3] = 1
+        if name == "scale":
+            kinds[name] = "fp32"
+        if name in fixed:
+            kinds[name] = "constexpr"
+            values[(i,)] = fixed[name]
+    options = {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
+    target = GPUTarget("cuda", capability, 32)
+    made = compile(ASTSource(kernel, kinds, values), target=target, options=options)
+    print(capability, made.metadata.shared, "mma" in made.asm["ptx"])
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is compiled anyway")
+def test_kernel_compiles_without_a_gpu_and_fits_64_kilobytes(tmp_path):
+    run = in_python(COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["90", "80"], run.stderr
+    for _, shared, uses_tensor_cores in lines:
+        assert int(shared) <= 64 * 1024 and uses_tensor_cores == "True"
 
 
 # Triton is missing, or was imported too early -----------------------------------------
