@@ -217,7 +217,7 @@ def notebook(source: LessonSource, solved: bool):
             made = _code(answer.source if solved else answer.stub, ["exercise"])
             made.metadata["nbgrader"] = _nbgrader(name, solution=True)
         elif before:
-            made = _code(cell.source, ["check"])
+            made = _code(cell.source, ["check", *cell.metadata.get("tags", [])])
             points = source.exercises[before]["difficulty"]
             made.metadata["nbgrader"] = _nbgrader(f"check_{before}", points=points)
         else:

@@ -18,12 +18,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from utils import course, parts
+from utils import course, parts, session
 from utils.errors import CheckFailed, CourseError
 from utils.exercise import Exercise, Fault, Joint
 from utils.limits import TimeUp, time_limit
 from utils.report import MARKS, box, show
-from utils.trial import Crashed, Explained, NotWritten, Trial, Unmet, a, alike
+from utils.trial import (
+    Crashed,
+    Explained,
+    LeftOut,
+    NotWritten,
+    Trial,
+    Unmet,
+    a,
+    alike,
+)
 
 PRINTED_LINES = 6  # of what the answer printed, shown with a failure
 FRAMES = 3  # of a learner's traceback
@@ -33,10 +42,12 @@ FRAMES = 3  # of a learner's traceback
 class Report:
     """What came of a check.
 
-    status: "passed", "failed" or "todo" (not written, or only in part).
+    status: "passed", "failed" or "todo" (not written, only in part, or left out
+        because this machine cannot run it).
     fault: the short name of the recognised mistake, or None.
     message: the whole text that the learner reads.
     verified: the sentences of the requirements that were met.
+    left_out: this machine cannot run the exercise.
     """
 
     name: str
@@ -45,6 +56,7 @@ class Report:
     title: str
     lines: list[str] = field(default_factory=list)
     verified: list[str] = field(default_factory=list)
+    left_out: bool = False
 
     @property
     def message(self) -> str:
@@ -82,7 +94,7 @@ def check(answer, name: str | None = None):
         report = evaluate(answer, name)
         saved = parts.save(name, answer) if report.status == "passed" else []
     lines = [*report.lines, *saved]
-    if report.status != "passed":
+    if report.status != "passed" and not report.left_out:
         lines.append(
             "Until yours passes, the cells below use the reference."
             if reference is not None
@@ -91,7 +103,7 @@ def check(answer, name: str | None = None):
         )
     shown = Report(name, report.status, report.fault, report.title, lines)
     show(shown.message, shown.html)
-    if report.status != "passed" and strict():
+    if report.status != "passed" and strict() and not _excused(report):
         raise CheckFailed(report.title)
     return answer if report.status == "passed" or reference is None else reference
 
@@ -141,6 +153,15 @@ def strict() -> bool:
     )
 
 
+def _excused(report) -> bool:
+    """May a solution notebook go on although this machine left the exercise out?
+
+    A learner's must not, nor any under nbgrader: what was not run earns nothing.
+    """
+    graded = os.environ.get("NBGRADER_EXECUTION")
+    return report.left_out and session.solved and not graded
+
+
 # Running the requirements --------------------------------------------------------
 
 
@@ -156,6 +177,11 @@ def _run(task, candidate) -> Report:
             verified.append(requirement.sentence)
         elif isinstance(problem, NotWritten):
             return _not_written(task, problem, verified)
+        elif isinstance(problem, LeftOut):
+            title = f"{task.name}: left out"
+            return Report(
+                task.name, "todo", None, title, [str(problem)], verified, True
+            )
         else:
             fault = None
             if not isinstance(problem, TimeUp):
@@ -172,7 +198,7 @@ def _attempt(requirement, answer, seconds, reference_errors=(), seed=0):
     try:
         with _settled(seed), time_limit(seconds):
             requirement.test(answer, trial)
-    except (Unmet, Crashed, NotWritten, TimeUp) as caught:
+    except (Unmet, Crashed, LeftOut, NotWritten, TimeUp) as caught:
         problem = caught
     except Exception as caught:  # while the check reads what the answer returned
         problem = Crashed(caught, trial.called)

@@ -33,6 +33,10 @@ class Explained(Unmet):
     """Not met, and the message names the remedy: a hint would only distract."""
 
 
+class LeftOut(Exception):
+    """This machine cannot run the exercise; the message says so, and what to do."""
+
+
 class NotWritten(Exception):
     """The answer still raises a bare NotImplementedError."""
 

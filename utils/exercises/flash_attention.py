@@ -1,0 +1,2512 @@
+"""Lesson 11: online softmax, attention in blocks, its gradient, traffic, a kernel."""
+
+import math
+import os
+import warnings
+import weakref
+from functools import partial, wraps
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from utils.exercise import Exercise, Joint
+from utils.memory import LiveBytes, peak_bytes, saved_bytes
+from utils.probe import probe, strided
+from utils.trial import Explained, LeftOut, dtype
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # there is none for Windows and macOS
+    triton = tl = None
+
+online = Exercise("online_softmax", lesson="flash_attention")
+tiled = Exercise("flash_attention", lesson="flash_attention")
+function = Exercise("FlashAttention", lesson="flash_attention")
+traffic = Exercise("hbm_bytes", lesson="flash_attention")
+kernel = Exercise("flash_kernel", lesson="flash_attention")
+
+
+# What is right, computed with the whole matrix ----------------------------------------
+
+
+def visible(t_q, t_k, causal):
+    """True = may look; the queries are the last of the positions."""
+    keys, queries = torch.arange(t_k), torch.arange(t_k - t_q, t_k)
+    return (keys <= queries[:, None]) | (not causal)
+
+
+def whole_scores(q, k, causal=False):
+    scores = torch.einsum("...qd,...kd->...qk", q, k) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~visible(q.shape[-2], k.shape[-2], causal), -torch.inf)
+
+
+def whole_attention(q, k, v, causal=False, *blocks, **more):
+    """PyTorch's own attention; blocks change nothing."""
+    mask = visible(q.shape[-2], k.shape[-2], causal)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def whole_lse(q, k, causal=False):
+    return torch.logsumexp(whole_scores(q, k, causal), dim=-1)
+
+
+def heads(*lead, t_q, t_k, d_head, d_v=None, seed=0, dtype=torch.float32):
+    """Queries, keys and values."""
+    return (
+        probe(*lead, t_q, d_head, seed=seed, dtype=dtype),
+        probe(*lead, t_k, d_head, seed=seed + 1, dtype=dtype),
+        probe(*lead, t_k, d_v or d_head, seed=seed + 2, dtype=dtype),
+    )
+
+
+def sums(t, found, expected, what, given, relaxed=None):
+    """`found` is right, and in the dtype of sums: float64 for float64, else float32."""
+    t.is_tensor(found, what)
+    wanted = torch.promote_types(given.dtype, torch.float32)
+    t.true(
+        found.dtype == wanted,
+        f"{what} is {dtype(found)} for {dtype(given)} inputs, and should be "
+        f"{str(wanted).removeprefix('torch.')}.",
+    )
+    t.close(found, expected, what, tolerance=relaxed)
+
+
+# Online softmax -----------------------------------------------------------------------
+
+
+class OneWay:
+    """Blocks that come one after the other, once; counts those that are kept."""
+
+    def __init__(self, blocks):
+        self.blocks, self.left, self.most = blocks, list(blocks), 0
+
+    def __iter__(self):
+        return self
+
+    def __repr__(self):
+        return f"<{len(self.blocks)} blocks, each handed over once>"
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        block = self.left.pop(0).clone()
+        self.alive = [ref for ref in getattr(self, "alive", []) if ref() is not None]
+        self.alive.append(weakref.ref(block))
+        self.most = max(self.most, len(self.alive))
+        return block
+
+
+def maximum_and_total(t, answer, blocks, given=None, relaxed=None):
+    """Call the answer, and compare both results with those of the whole row.
+
+    relaxed: the tolerance of the total, where right formulas differ in rounding.
+    """
+    found = t.call(answer, blocks if given is None else given)
+    row = torch.cat(blocks, dim=-1).double()
+    maximum = row.amax(dim=-1)
+    shift = maximum.masked_fill(maximum.isinf(), 0)[..., None]
+    t.is_tuple(found, 2, "the result (maximum and total)")
+    sums(t, found[0], maximum, "the maximum", blocks[0])
+    sums(t, found[1], (row - shift).exp().sum(-1), "the total", blocks[0], relaxed)
+
+
+def in_blocks(x, *sizes):
+    return list(x.split(sizes, dim=-1))
+
+
+@online.requires(
+    "for one row in pieces: the largest score, and the sum of exp(score − largest)",
+    "Do it on paper for the blocks [1, 3] and [2, 5]. The first block's sum was taken "
+    "relative to 3. What must it be multiplied by when 5 comes?",
+)
+def _(answer, t):
+    row = torch.tensor([0.5, -1.0, 2.0, 1.5, 3.0, -0.5, 2.5, 1.0])
+    maximum_and_total(t, answer, in_blocks(row, 3, 1, 4))
+    maximum_and_total(t, answer, in_blocks(row.flip(0), 2, 5, 1))
+    maximum_and_total(t, answer, [row])
+    maximum_and_total(t, answer, in_blocks(row - 7, 1, 1, 6))
+
+
+@online.requires(
+    "dimensions in front are rows, each by itself",
+    "The reduction is over the last dimension alone.",
+)
+def _(answer, t):
+    maximum_and_total(t, answer, in_blocks(probe(3, 10, seed=1), 4, 1, 5))
+    maximum_and_total(t, answer, in_blocks(probe(2, 3, 12, seed=2), 5, 5, 2))
+    ramp = probe(2, 3, 11, seed=3) + torch.arange(11) * torch.tensor(
+        [[[1.0], [-1], [0]]]
+    )
+    maximum_and_total(t, answer, in_blocks(ramp, 2, 2, 2, 2, 3))
+
+
+@online.requires(
+    "scores of ±10,000 give no overflow",
+    "Every exponential needs the largest score so far subtracted, also the factor that "
+    "corrects the old sum.",
+)
+def _(answer, t):
+    x = probe(3, 9, seed=4, scale=3)
+    maximum_and_total(t, answer, in_blocks(x + 10_000, 4, 5), relaxed=0.01)
+    maximum_and_total(t, answer, in_blocks(x - 10_000, 2, 3, 4), relaxed=0.01)
+    steps = torch.tensor([-10_000.0, -1.0, 0.0, 90.0, 10_000.0]).repeat_interleave(2)
+    maximum_and_total(t, answer, in_blocks(steps, 2, 2, 2, 2, 2), relaxed=0.01)
+    maximum_and_total(t, answer, in_blocks(steps.flip(0), 3, 3, 4), relaxed=0.01)
+
+
+@online.requires(
+    "each block is read once, and none is kept",
+    "`blocks` may be a generator: a second loop over it finds nothing, and whoever puts "
+    "all blocks side by side has the whole row in memory again.",
+)
+def _(answer, t):
+    blocks = in_blocks(probe(2, 40, seed=5), *[5] * 8)
+    maximum_and_total(t, answer, blocks)
+    source = OneWay(blocks)
+    maximum_and_total(t, answer, blocks, given=source)
+    t.true(
+        source.most <= 3,
+        f"{source.most} of 8 blocks were in memory at once. Two numbers a row are all "
+        "that has to be kept between blocks.",
+    )
+
+
+@online.requires(
+    "scores of −inf count nothing, and a row of nothing else gives −inf and 0",
+    "What is −inf − (−inf)? Where the largest score so far is −inf, subtract something "
+    "else.",
+)
+def _(answer, t):
+    x = probe(4, 9, seed=6)
+    x[0, :3] = -torch.inf  # the first block is hidden
+    x[1, 3:7] = -torch.inf  # one in the middle
+    x[2, 1::2] = -torch.inf
+    maximum_and_total(t, answer, in_blocks(x, 3, 4, 2))
+    x[3] = -torch.inf  # all of it
+    x[0, :7] = -torch.inf
+    maximum_and_total(t, answer, in_blocks(x, 3, 4, 2))
+
+
+@online.requires("no block at all is a ValueError")
+def _(answer, t):
+    t.raises(ValueError, answer, [], because="No block was handed over")
+
+
+@online.requires(
+    "float64 stays float64; half precision is summed and returned in float32",
+    "float16 has 11 bits: 2048 + 1 is 2048 in it. In which dtype is your sum?",
+)
+def _(answer, t):
+    maximum_and_total(t, answer, in_blocks(probe(3, 9, seed=7).double(), 4, 5))
+    for half in (torch.float16, torch.bfloat16):
+        flat = torch.zeros(2, 2800, dtype=half)
+        maximum_and_total(t, answer, in_blocks(flat, *[7] * 400))
+        x = probe(2, 12, seed=8, dtype=half)
+        maximum_and_total(t, answer, in_blocks(x, 5, 7))
+
+
+@online.requires("it creates nothing on another device")
+def _(answer, t):
+    t.any_device(answer, in_blocks(probe(2, 3, 12, seed=9), 5, 7))
+
+
+def running(
+    update, start=-torch.inf, high=torch.float32, finish=lambda m, total: (m, total)
+):
+    """A wrong answer from `update(maximum, total, block)` → the new two."""
+
+    def online_softmax(blocks):
+        maximum = None
+        for block in blocks:
+            if high is not None:
+                block = block.to(torch.promote_types(block.dtype, high))
+            if maximum is None:
+                total = torch.zeros_like(block[..., 0])
+                maximum = total + start
+            maximum, total = update(maximum, total, block)
+        if maximum is None:
+            raise ValueError("no block")
+        return finish(maximum, total)
+
+    return online_softmax
+
+
+def shift_of(maximum):
+    return maximum.masked_fill(maximum == -torch.inf, 0)
+
+
+def right_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax(-1))
+    shift = shift_of(new)
+    total = total * (maximum - shift).exp() + (block - shift[..., None]).exp().sum(-1)
+    return new, total
+
+
+def careless_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax(-1))
+    return new, total * (maximum - new).exp() + (block - new[..., None]).exp().sum(-1)
+
+
+def not_rescaled_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax(-1))
+    return new, total + (block - shift_of(new)[..., None]).exp().sum(-1)
+
+
+def inverted_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax(-1))
+    shift = shift_of(new)
+    factor = torch.where(maximum == -torch.inf, 0.0, (shift - maximum).exp())
+    return new, total * factor + (block - shift[..., None]).exp().sum(-1)
+
+
+def last_maximum_step(maximum, total, block):
+    new = block.amax(-1)
+    shift = shift_of(new)
+    factor = torch.where(maximum == -torch.inf, 0.0, (maximum - shift).exp())
+    return new, total * factor + (block - shift[..., None]).exp().sum(-1)
+
+
+def both_rescaled_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax(-1))
+    shift = shift_of(new)
+    part = (block - shift[..., None]).exp().sum(-1)
+    factor = (maximum - shift).exp()
+    return new, torch.where(total == 0, part, (total + part) * factor)
+
+
+def own_maximum_step(maximum, total, block):
+    own = block.amax(-1)
+    new = torch.maximum(maximum, own)
+    part = (block - shift_of(own)[..., None]).exp().sum(-1)
+    return new, total * (maximum - shift_of(new)).exp() + part
+
+
+def no_shift_step(maximum, total, block):
+    return torch.maximum(maximum, block.amax(-1)), total + block.exp().sum(-1)
+
+
+def one_maximum_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax().expand_as(maximum))
+    shift = shift_of(new)
+    return new, total * (maximum - shift).exp() + (block - shift[..., None]).exp().sum(
+        -1
+    )
+
+
+def old_shift_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax(-1))
+    old = torch.where(maximum == -torch.inf, shift_of(new), maximum)
+    factor = (maximum - shift_of(new)).exp()
+    return new, total * factor + (block - old[..., None]).exp().sum(-1)
+
+
+def replaced_step(maximum, total, block):
+    new = torch.maximum(maximum, block.amax(-1))
+    return new, (block - shift_of(new)[..., None]).exp().sum(-1)
+
+
+online.fault(
+    "half_precision_sum",
+    "The sum is kept in half precision, where small terms vanish beside a large sum: "
+    "2048 + 1 is 2048 in float16. Sum in float32.",
+    running(right_step, high=None),
+)
+online.fault(
+    "hidden_first_block",
+    "The first block of a row is −inf throughout. Then the largest score so far is −inf "
+    "too, exp(−inf − (−inf)) is NaN, and a NaN never leaves a sum again.",
+    running(careless_step),
+)
+online.fault(
+    "starts_at_zero",
+    "The largest score starts at 0, so a row of negative scores seems to contain a 0. "
+    "What is the maximum of nothing?",
+    running(right_step, start=0.0),
+)
+online.fault(
+    "starts_at_a_finite_number",
+    "The largest score starts at a very negative number, which then stands for a row "
+    "that is −inf throughout. Only −inf is below everything.",
+    running(right_step, start=-1e9),
+)
+
+
+@online.fault(
+    "starts_at_the_least_number",
+    "The largest score starts at the dtype's least number, which then stands for a row "
+    "that is −inf throughout. Only −inf is below everything.",
+)
+def _(blocks):
+    return running(right_step, start=torch.finfo(torch.float32).min)(blocks)
+
+
+online.fault(
+    "not_rescaled",
+    "The sum so far is not corrected when a larger score comes: its terms are relative "
+    "to the old maximum, the new ones to the new.",
+    running(not_rescaled_step),
+)
+online.fault(
+    "rescaling_inverted",
+    "The sum so far is multiplied by exp(new − old) where exp(old − new) is right. A "
+    "larger maximum makes every old term smaller.",
+    running(inverted_step),
+)
+online.fault(
+    "last_blocks_maximum",
+    "The maximum is that of the last block, not the largest of all so far.",
+    running(last_maximum_step),
+)
+online.fault(
+    "new_terms_rescaled_too",
+    "The new block's terms are multiplied by the factor as well. They are relative to "
+    "the new maximum already; only the old sum needs it.",
+    running(both_rescaled_step),
+)
+online.fault(
+    "each_block_by_its_own_maximum",
+    "A block's terms are relative to the block's own maximum. Where an earlier block "
+    "had a larger one, they must be relative to that.",
+    running(own_maximum_step),
+)
+online.fault(
+    "old_maximum_subtracted",
+    "The new terms are relative to the maximum before this block. Update the maximum "
+    "first, then take the exponentials.",
+    running(old_shift_step),
+)
+online.fault(
+    "earlier_blocks_dropped",
+    "The total is that of the last block alone.",
+    running(replaced_step),
+)
+online.fault(
+    "not_shifted",
+    "The total sums exp(score), not exp(score − maximum). At a score of 89 float32 "
+    "overflows.",
+    running(no_shift_step),
+)
+online.fault(
+    "shifted_at_the_end",
+    "The sum is taken of exp(score), and divided by exp(maximum) at the end. The same "
+    "in mathematics, but at a score of 89 it has overflowed by then.",
+    running(no_shift_step, finish=lambda m, total: (m, total * (-m).exp())),
+)
+online.fault(
+    "one_maximum_for_all_rows",
+    "One maximum is used for all rows. A row far below it loses all its terms; take "
+    "the maximum over the last dimension.",
+    running(one_maximum_step),
+)
+online.fault(
+    "logarithm_returned",
+    "The second result is the log-sum-exp. Return the sum itself, relative to the "
+    "maximum.",
+    running(right_step, finish=lambda m, total: (m, m + total.log())),
+)
+online.fault(
+    "logarithm_of_the_total",
+    "The second result is the logarithm of the sum. Return the sum itself.",
+    running(right_step, finish=lambda m, total: (m, total.log())),
+)
+online.fault(
+    "results_exchanged",
+    "The results are in the other order: the maximum comes first.",
+    running(right_step, finish=lambda m, total: (total, m)),
+)
+online.fault(
+    "total_alone",
+    "It returns the total alone. Without its maximum a total says nothing.",
+    running(right_step, finish=lambda m, total: total),
+)
+online.fault(
+    "float32_throughout",
+    "float64 comes in and float32 goes out. Only half precision is to be raised.",
+    running(
+        lambda m, total, block: right_step(m, total, block.float()),
+        finish=lambda m, total: (m.float(), total.float()),
+    ),
+)
+
+
+@online.fault(
+    "two_passes",
+    "The blocks are gone through twice, first for the maximum and then for the sum. "
+    "They come once; the second time there is nothing left.",
+)
+def _(blocks):
+    maximum = None
+    for block in blocks:
+        block = block.to(torch.promote_types(block.dtype, torch.float32))
+        own = block.amax(-1)
+        maximum = own if maximum is None else torch.maximum(maximum, own)
+    if maximum is None:
+        raise ValueError("no block")
+    total = torch.zeros_like(maximum)
+    for block in blocks:
+        total = total + (
+            block.to(total.dtype) - shift_of(maximum)[..., None]
+        ).exp().sum(-1)
+    return maximum, total
+
+
+@online.fault(
+    "all_blocks_kept",
+    "All blocks are put side by side first. That is right, and needs the whole row in "
+    "memory, which is what this is about to avoid.",
+)
+def _(blocks):
+    blocks = list(blocks)
+    if not blocks:
+        raise ValueError("no block")
+    row = torch.cat(blocks, dim=-1)
+    row = row.to(torch.promote_types(row.dtype, torch.float32))
+    maximum = row.amax(-1)
+    return maximum, (row - shift_of(maximum)[..., None]).exp().sum(-1)
+
+
+@online.fault(
+    "reduced_over_the_first_dimension",
+    "Maximum and sum run over the first dimension. The scores of a row lie in the last.",
+)
+def _(blocks):
+    return running(
+        lambda m, total, block: (
+            torch.maximum(m, block.amax(0)) if m.dim() else block.amax(0),
+            total + block.exp().sum(0),
+        )
+    )(blocks)
+
+
+@online.fault(
+    "no_block_unchecked",
+    "Without any block it does not raise a ValueError. An empty loop leaves its "
+    "variables as they were.",
+)
+def _(blocks):
+    blocks = list(blocks) if isinstance(blocks, list) else blocks
+    if isinstance(blocks, list) and not blocks:
+        return None
+    return running(right_step)(blocks)
+
+
+# Attention in blocks ------------------------------------------------------------------
+
+
+def output_and_lse(t, answer, q, k, v, *args, relaxed=None, **kwargs):
+    """Call the answer, and compare both results with the whole matrix in float64."""
+    found = t.call(answer, q, k, v, *args, **kwargs)
+    t.is_tuple(found, 2, "the result (output and log-sum-exp)")
+    causal = args[0] if args else kwargs.get("causal", False)
+    wide = [x.detach().double() for x in (q, k, v)]
+    t.close(
+        found[0],
+        whole_attention(*wide, causal),
+        "the output",
+        like=q,
+        tolerance=relaxed,
+    )
+    expected = whole_lse(*wide[:2], causal)
+    relaxed = None if relaxed is None else 100 * relaxed
+    sums(t, found[1], expected, "the log-sum-exp", q, relaxed)
+    return found
+
+
+@tiled.requires(
+    "with everything in one block, the output is attention and the log-sum-exp that of "
+    "the scaled scores",
+    "Write it for one block first, as in lesson 02, from a maximum, a sum of "
+    "exponentials and a product with v. The log-sum-exp is log Σ exp(score), maximum "
+    "included.",
+)
+def _(answer, t):
+    output_and_lse(t, answer, *heads(t_q=4, t_k=5, d_head=7, d_v=3))
+    output_and_lse(t, answer, *heads(t_q=6, t_k=2, d_head=3, d_v=5, seed=5))
+
+
+@tiled.requires(
+    "several blocks of keys give the same as one",
+    "Follow one query on paper through two blocks, the larger score in the second. "
+    "Three things are carried along; which of them are relative to the old maximum?",
+)
+def _(answer, t):
+    q, k, v = heads(t_q=4, t_k=12, d_head=7, d_v=3, seed=10)
+    k = k * torch.linspace(0.2, 2, 12)[:, None]
+    output_and_lse(t, answer, q, k, v, block_q=4, block_k=4)
+    output_and_lse(t, answer, q, k.flip(0), v, block_q=4, block_k=3)
+    output_and_lse(t, answer, q, k, v, block_q=4, block_k=1)
+
+
+@tiled.requires(
+    "several blocks of queries, too",
+    "Each block of queries starts afresh, and its results go to its own rows.",
+)
+def _(answer, t):
+    q, k, v = heads(t_q=12, t_k=8, d_head=7, d_v=3, seed=20)
+    output_and_lse(t, answer, q, k, v, block_q=4, block_k=8)
+    output_and_lse(t, answer, q, k, v, block_q=3, block_k=4)
+    output_and_lse(t, answer, q, k, v, block_q=1, block_k=2)
+
+
+@tiled.requires(
+    "lengths that the blocks do not divide",
+    "The last block is shorter. If you fill it up, what is the weight of a key that "
+    "does not exist?",
+)
+def _(answer, t):
+    q, k, v = heads(t_q=11, t_k=13, d_head=7, d_v=3, seed=30)
+    output_and_lse(t, answer, q, k, v, block_q=4, block_k=5)
+    output_and_lse(t, answer, q, k, v, block_q=5, block_k=4)
+    output_and_lse(t, answer, q, k, v, block_q=100, block_k=3)
+    output_and_lse(t, answer, *heads(t_q=67, t_k=70, d_head=5, d_v=2, seed=35))
+
+
+@tiled.requires(
+    "batches and heads in front are each treated by themselves",
+    "Two, three or four dimensions may come in, so count them from the end.",
+)
+def _(answer, t):
+    q, k, v = heads(3, t_q=5, t_k=7, d_head=4, d_v=6, seed=40)
+    output_and_lse(t, answer, q, k, v, block_q=2, block_k=3)
+    q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=45)
+    output_and_lse(t, answer, q, k, v, block_q=2, block_k=3)
+
+
+@tiled.requires(
+    "causal: no query looks past its own position",
+    "Write down for one block which positions its queries have and which its keys: "
+    "both start where the block starts, not at 0.",
+)
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=9, t_k=9, d_head=4, d_v=6, seed=50)
+    output_and_lse(t, answer, q, k, v, True)
+    output_and_lse(t, answer, q, k, v, True, block_q=3, block_k=3)
+    output_and_lse(t, answer, q, k, v, causal=True, block_q=4, block_k=2)
+    output_and_lse(t, answer, q, k, v, True, block_q=2, block_k=5)
+
+
+@tiled.requires(
+    "causal with fewer queries than keys: the queries are the last positions",
+    "The position of query i is i + T_k − T_q.",
+)
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=5, t_k=11, d_head=4, d_v=6, seed=60)
+    output_and_lse(t, answer, q, k, v, True, block_q=2, block_k=3)
+    output_and_lse(t, answer, q, k, v, True, block_q=5, block_k=4)
+    output_and_lse(t, answer, q[..., :1, :], k, v, True, block_q=4, block_k=4)
+
+
+@tiled.requires(
+    "scores of ±10,000 give no overflow",
+    "A row's sum is at least 1 if its largest score was subtracted. Is the start of "
+    "your maximum below every score?",
+)
+def _(answer, t):
+    for level in (10_000, -10_000):
+        q, k, v = heads(2, t_q=5, t_k=7, d_head=16, d_v=3, seed=70)
+        q, k = q.round(), k.round()
+        q[..., 0], k[..., 0] = 200.0, level / 50.0
+        output_and_lse(t, answer, q, k, v, block_q=3, block_k=2, relaxed=0.01)
+        output_and_lse(t, answer, q, k, v, True, block_q=3, block_k=2, relaxed=0.01)
+
+
+@tiled.requires(
+    "it never holds more than a few blocks of scores",
+    "Which of your tensors has both lengths in its shape? The mask counts too.",
+)
+def _(answer, t):
+    t_k = 640
+    q, k, v = heads(t_q=t_k, t_k=t_k, d_head=4, seed=80)
+    for causal in (False, True):
+        output_and_lse(t, answer, q, k, v, causal, block_q=64, block_k=64)
+        peak = peak_bytes(lambda c=causal: answer(q, k, v, c, 64, 64))
+        limit = t_k * t_k  # a quarter of the matrix in float32, a mask of bytes whole
+        t.true(
+            peak < 0.8 * limit,
+            f"At {t_k} queries and keys in blocks of 64 × 64, {peak:,} bytes of new "
+            f"tensors were alive at once; the whole matrix has {4 * t_k * t_k:,}, one "
+            f"block {4 * 64 * 64:,}.",
+        )
+
+
+@tiled.requires(
+    "causal: blocks that nobody sees are not computed",
+    "A block whose first key lies after the block's last query has no weight at all. "
+    "Where can the loop over the keys end?",
+)
+def _(answer, t):
+    q, k, v = heads(t_q=160, t_k=160, d_head=4, seed=85)
+    spent = []
+    for causal in (False, True):
+        with FlopCounterMode(display=False) as flops:
+            output_and_lse(t, answer, q, k, v, causal, block_q=16, block_k=16)
+        spent.append(flops.get_total_flops())
+    # The comparison with the whole matrix is counted too, the same both times.
+    both = 4 * 160 * 160 * 4
+    saved = (spent[0] - spent[1]) / both
+    t.true(
+        saved > 0.35 or spent[0] <= 2 * both,
+        f"With 10 × 10 blocks, causal saves {max(saved, 0):.0%} of the products; 45 of "
+        "the 100 blocks are hidden from all their queries.",
+    )
+
+
+@tiled.requires(
+    "half precision is computed in float32; the output has the dtype of q, the "
+    "log-sum-exp is float32",
+    "Convert a block when it is fetched, and the output when it is finished.",
+)
+def _(answer, t):
+    for half in (torch.float16, torch.bfloat16):
+        q, k, v = heads(2, t_q=5, t_k=90, d_head=8, d_v=3, seed=90, dtype=half)
+        output_and_lse(t, answer, q, k, v, block_q=2, block_k=7)
+        output_and_lse(t, answer, q, k, v, True, block_q=4, block_k=16)
+    q, k, v = heads(t_q=3, t_k=2500, d_head=8, seed=95, dtype=torch.float16)
+    output_and_lse(t, answer, 0.1 * q, k, v.abs(), block_q=3, block_k=10)
+
+
+@tiled.requires("float64, and memory that is not contiguous, work too")
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=100, dtype=torch.float64)
+    output_and_lse(t, answer, q, k, v, True, 2, 3, relaxed=1e-9)
+    q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=105)
+    output_and_lse(t, answer, strided(q), strided(k), strided(v), True, 2, 3)
+    q, k, v = (x.transpose(1, 2) for x in heads(2, 5, t_q=3, t_k=3, d_head=4, seed=106))
+    output_and_lse(t, answer, q, k, v, False, 2, 3)
+
+
+@tiled.requires(
+    "what does not fit is a ValueError that names the numbers",
+    "Compare the shapes first: a wrong number of heads may broadcast without a word.",
+)
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=5, t_k=4, d_head=8, seed=110)
+    why = "causal, with 5 queries and 4 keys"
+    t.raises(ValueError, answer, q, k, v, True, mentions=(5, 4), because=why)
+    for n, m in ((0, 7), (7, 0), (-3, 7)):
+        why = f"blocks of {n} × {m}"
+        bad = min(n, m)
+        t.raises(ValueError, answer, q, k, v, False, n, m, mentions=[bad], because=why)
+    why = "3 heads of queries and 1 of keys and values"
+    few = (q, k[:, :1], v[:, :1])
+    t.raises(ValueError, answer, *few, mentions=(3, 1), because=why)
+    why = "4 keys and 3 values"
+    t.raises(ValueError, answer, q, k, v[:, :, 1:], mentions=(4, 3), because=why)
+    why = "queries of width 8 and keys of width 6"
+    t.raises(ValueError, answer, q, k[..., :6], v, mentions=(8, 6), because=why)
+
+
+@tiled.requires(
+    "without any key the output is zeros and the log-sum-exp −inf",
+    "0/0 is NaN. How small can the sum of a query be that has seen a key?",
+)
+def _(answer, t):
+    q, k, v = heads(2, t_q=3, t_k=0, d_head=8, seed=115)
+    output, lse = t.call(answer, q, k, v)
+    t.close(output, torch.zeros(2, 3, 8), "the output", like=q)
+    t.close(lse, torch.full((2, 3), -torch.inf), "the log-sum-exp", like=q)
+
+
+@tiled.requires("it creates nothing on another device")
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=120)
+    t.any_device(lambda *args: answer(*args)[0], q, k, v, False, 2, 3)
+    t.any_device(lambda *args: answer(*args)[1], q, k, v, True, 2, 3)
+
+
+def positions_seen(t_q, t_k, rows, keys, how):
+    """The mask of one block; `how` a wrong idea of it."""
+    top, left, n = rows.start, keys.start, rows.stop - rows.start
+    at = torch.arange(n)[:, None] + top + t_k - t_q
+    key = torch.arange(keys.stop - left) + left
+    if how == "top_left":
+        return key <= at - (t_k - t_q)
+    if how == "own_position_hidden":
+        return key < at
+    if how == "one_ahead":
+        return key <= at + 1
+    if how == "within_the_block":
+        return key - left <= at - top
+    if how == "offset_forgotten":
+        return key <= torch.arange(n)[:, None] + t_k - t_q
+    if how == "mirrored":
+        return key >= at
+    return key <= at
+
+
+def blockwise(**change):
+    """Attention in blocks with one thing wrong.
+
+    change: what is wrong, by the names that the code below asks for.
+    """
+
+    def get(name, right):
+        return change.get(name, right)
+
+    def flash_attention(q, k, v, causal=False, block_q=64, block_k=64):
+        (*batch, t_q, d), t_k, d_v = q.shape, k.shape[-2], v.shape[-1]
+        fits = k.shape == (*batch, t_k, d) and v.shape[:-1] == (*batch, t_k)
+        if get("shapes", True) and not fits:
+            raise ValueError(f"{tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)}")
+        if get("lengths", True) and causal and t_q > t_k:
+            raise ValueError(f"{t_q} queries, {t_k} keys")
+        if get("blocks", True) and min(block_q, block_k) < 1:
+            raise ValueError(f"blocks of {block_q} × {block_k}")
+        high = get("high", torch.promote_types(q.dtype, torch.float32))
+        high = q.dtype if high == "own" else high
+        if "pad" in change:
+            more = -t_k % block_k
+            k, v = F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more))
+        there = k.shape[-2]
+        scale = get("scale", lambda d, d_v, n: d**-0.5)(d, d_v, block_q)
+        outputs, lses = [], []
+        stop_q = t_q // block_q * block_q if "queries_dropped" in change else t_q
+        for top in range(0, stop_q, block_q):
+            rows = slice(top, min(top + block_q, t_q))
+            n = rows.stop - top
+            q_block = q[..., rows, :].to(high) * scale
+            m = q_block.new_full((*batch, n), get("start", -torch.inf))
+            total = q_block.new_zeros((*batch, n))
+            out = q_block.new_zeros((*batch, n, d_v))
+            end = there
+            if causal and get("skip", True):
+                end = min(end, get("end", lambda r, o: r.stop + o)(rows, t_k - t_q))
+                end = max(end, 1) if "end" in change else end
+            if "keys_dropped" in change:
+                end = end // block_k * block_k
+            for left in range(0, end, block_k):
+                keys = slice(
+                    left, min(left + block_k, there if "pad" in change else end)
+                )
+                k_block, v_block = k[..., keys, :].to(high), v[..., keys, :].to(high)
+                scores = get("product", lambda a, b: a @ b.mT)(q_block, k_block)
+                if causal and get("mask", True):
+                    seen = positions_seen(t_q, t_k, rows, keys, get("mask", "right"))
+                    seen = seen.to(q.device)
+                    scores = scores.masked_fill(~seen, get("hidden", -torch.inf))
+                new = torch.maximum(m, scores.amax(-1))
+                if "last_maximum" in change:
+                    new = scores.amax(-1)
+                if "no_maximum" in change:
+                    new = torch.zeros_like(m)
+                w = torch.exp(scores - new[..., None])
+                factor = torch.exp(m - new)
+                if "inverted" in change:
+                    factor = torch.where(m == -torch.inf, 0.0, torch.exp(new - m))
+                total_factor = get("total_factor", lambda f: f)(factor)
+                out_factor = get("out_factor", lambda f: f)(factor)[..., None]
+                total = total * total_factor + w.sum(-1)
+                part = w @ v_block
+                if "normalised_each" in change:
+                    part = part / w.sum(-1, keepdim=True)
+                out = out * out_factor + part
+                m = new
+            divisor = get("divisor", lambda x: x.clamp(min=1))(total)
+            outputs.append((out / divisor[..., None]).to(q.dtype))
+            lses.append(get("lse", lambda m, total: m + torch.log(total))(m, total))
+        if not outputs:
+            outputs, lses = [v.new_zeros((*batch, 0, d_v))], [v.new_zeros((*batch, 0))]
+        return get("finish", lambda out, lse: (out, lse))(
+            torch.cat(outputs, -2), torch.cat(lses, -1)
+        )
+
+    return flash_attention
+
+
+def matrix_at_once(q, k, v, causal=False, block_q=64, block_k=64):
+    blockwise(high=torch.float32)  # the same errors
+    (*batch, t_q, d), t_k = q.shape, k.shape[-2]
+    if k.shape != (*batch, t_k, d) or v.shape[:-1] != (*batch, t_k):
+        raise ValueError(f"{tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)}")
+    if causal and t_q > t_k:
+        raise ValueError(f"{t_q} queries, {t_k} keys")
+    if min(block_q, block_k) < 1:
+        raise ValueError(f"blocks of {block_q} × {block_k}")
+    high = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(high) @ k.to(high).mT / math.sqrt(d)
+    if causal:
+        seen = torch.ones(t_q, t_k, dtype=torch.bool, device=q.device).tril(t_k - t_q)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    out = torch.softmax(scores, -1) @ v.to(high)
+    return out.to(q.dtype), torch.logsumexp(scores, -1)
+
+
+TILED_FAULTS = [  # those that show late come first
+    (
+        "no_keys_divide_by_zero",
+        "Without any key the sum is 0, and 0/0 is NaN. The sum of a query that has seen "
+        "a key is at least 1.",
+        {"divisor": lambda x: x},
+    ),
+    (
+        "shapes_unchecked",
+        "Shapes that do not fit are not refused, or by PyTorch alone. One head of keys "
+        "for three of queries even broadcasts, and nobody notices.",
+        {"shapes": False},
+    ),
+    (
+        "blocks_unchecked",
+        "A block size below 1 is not refused with a sentence of its own.",
+        {"blocks": False},
+    ),
+    (
+        "lengths_unchecked",
+        "More queries than keys, with causal, are not refused. The first queries would "
+        "stand before the first position.",
+        {"lengths": False},
+    ),
+    (
+        "half_precision_sums",
+        "The sums, or the log-sum-exp alone, are in the dtype that came in. A long sum "
+        "in float16 loses its small terms, and an error of 0.01 in the log-sum-exp is "
+        "one of 1 % in every weight that the backward pass makes of it.",
+        {"high": "own"},
+    ),
+    (
+        "float32_returned",
+        "The output is float32 whatever came in. Computing in float32 is right; give "
+        "back the dtype of q.",
+        {"finish": lambda out, lse: (out.float(), lse)},
+    ),
+    (
+        "hidden_blocks_computed",
+        "Right, but causal blocks that no query of theirs sees are computed and masked. "
+        "That is nearly half of all work.",
+        {"skip": False},
+    ),
+    (
+        "starts_at_zero",
+        "The maximum starts at 0. Where all scores are far below 0, all exponentials "
+        "underflow. It must start below every score.",
+        {"start": 0.0},
+    ),
+    (
+        "no_maximum",
+        "No maximum is subtracted: beyond a score of 88 the exponential overflows.",
+        {"no_maximum": True},
+    ),
+    (
+        "hidden_scores_are_minus_1000",
+        "Hidden scores get a large negative number. Allowed scores can be lower, and "
+        "then the hidden key wins; only −inf is below everything.",
+        {"hidden": -1000.0},
+    ),
+    (
+        "causal_ignored",
+        "`causal` has no effect: the queries see everything.",
+        {"mask": False, "skip": False},
+    ),
+    (
+        "causal_top_left",
+        "The causal mask is aligned top-left: query i sees keys up to i. With fewer "
+        "queries than keys they are the last positions, so query i stands at "
+        "i + T_k − T_q.",
+        {"mask": "top_left", "end": lambda rows, offset: rows.stop},
+    ),
+    (
+        "own_position_hidden",
+        "No query sees its own position. The comparison of key and query position "
+        "includes equality.",
+        {"mask": "own_position_hidden"},
+    ),
+    (
+        "one_position_ahead",
+        "Each query sees one position ahead: off by one.",
+        {"mask": "one_ahead", "end": lambda rows, offset: rows.stop + offset + 1},
+    ),
+    (
+        "positions_within_the_block",
+        "The mask compares places within the block. Both blocks start somewhere: add "
+        "where they start to get positions.",
+        {"mask": "within_the_block"},
+    ),
+    (
+        "query_blocks_all_at_the_start",
+        "Every block of queries is treated as the first one: the mask lacks where the "
+        "block starts.",
+        {"mask": "offset_forgotten"},
+    ),
+    (
+        "mask_mirrored",
+        "The mask is the other way round: every query sees itself and what comes "
+        "after.",
+        {"mask": "mirrored", "skip": False},
+    ),
+    (
+        "diagonal_not_masked",
+        "Blocks after the last query are left out, but within the last block a query "
+        "still sees keys after its own position: those need the mask.",
+        {"mask": False},
+    ),
+    (
+        "loop_ends_too_early",
+        "The loop over the keys ends with the block's first query. The others of the "
+        "block see more.",
+        {"end": lambda rows, offset: rows.start + offset + 1},
+    ),
+    (
+        "missing_keys_score_zero",
+        "The last block is filled up with zeros. A key of zeros has the score 0, which "
+        "is a weight like any other: it needs −inf, or must not be there.",
+        {"pad": True},
+    ),
+    (
+        "last_keys_dropped",
+        "The keys after the last whole block are left out.",
+        {"keys_dropped": True},
+    ),
+    (
+        "last_queries_dropped",
+        "The queries after the last whole block are left out.",
+        {"queries_dropped": True},
+    ),
+    (
+        "rescaling_inverted",
+        "What was summed so far is multiplied by exp(new − old) where exp(old − new) is "
+        "right (one well-known paper prints it so). A larger maximum makes every old "
+        "term smaller.",
+        {"inverted": True},
+    ),
+    (
+        "nothing_rescaled",
+        "Neither sum nor output are corrected when a larger score comes.",
+        {"total_factor": torch.ones_like, "out_factor": torch.ones_like},
+    ),
+    (
+        "sum_not_rescaled",
+        "The output is corrected when a larger score comes, the sum is not. Both are "
+        "relative to the maximum.",
+        {"total_factor": torch.ones_like},
+    ),
+    (
+        "output_not_rescaled",
+        "The sum is corrected when a larger score comes, the output is not. Both are "
+        "relative to the maximum.",
+        {"out_factor": torch.ones_like},
+    ),
+    (
+        "last_blocks_maximum",
+        "The maximum is that of the last block, not the largest so far. Right as long "
+        "as nothing overflows, and it does when a block's scores fall far.",
+        {"last_maximum": True},
+    ),
+    (
+        "each_block_normalised",
+        "Each block's weights are divided by their own sum, so that every block counts "
+        "the same. Divide once, at the end, by the sum over all blocks.",
+        {"normalised_each": True},
+    ),
+    (
+        "not_divided",
+        "The output is not divided by the sum of the exponentials at the end.",
+        {"divisor": torch.ones_like},
+    ),
+    (
+        "maximum_missing_in_lse",
+        "The log-sum-exp lacks the maximum: log Σ exp(s) = m + log Σ exp(s − m).",
+        {"lse": lambda m, total: torch.log(total)},
+    ),
+    (
+        "lse_without_logarithm",
+        "The sum is added to the maximum without its logarithm.",
+        {"lse": lambda m, total: m + total},
+    ),
+    (
+        "lse_in_base_2",
+        "The log-sum-exp is in base 2. Here it is natural: multiply by ln 2.",
+        {"lse": lambda m, total: (m + torch.log(total)) / math.log(2)},
+    ),
+    (
+        "maximum_returned",
+        "The second result is the maximum. The sum's logarithm has yet to be added.",
+        {"lse": lambda m, total: m},
+    ),
+    (
+        "sum_returned",
+        "The second result is the sum relative to the maximum. The log-sum-exp is "
+        "m + log of it.",
+        {"lse": lambda m, total: total},
+    ),
+    (
+        "no_scaling",
+        "The scores are not divided by the root of d_head.",
+        {"scale": lambda d, d_v, n: 1.0},
+    ),
+    (
+        "divided_by_d_head",
+        "The scores are divided by d_head, not by its root. Or by the root twice?",
+        {"scale": lambda d, d_v, n: 1 / d},
+    ),
+    (
+        "multiplied_by_the_root",
+        "The scores are multiplied by the root of d_head instead of divided.",
+        {"scale": lambda d, d_v, n: d**0.5},
+    ),
+    (
+        "root_of_d_v",
+        "The divisor is the root of the values' width. The scores sum over the d_head "
+        "numbers of queries and keys.",
+        {"scale": lambda d, d_v, n: d_v**-0.5},
+    ),
+    (
+        "root_of_the_block",
+        "The divisor is the root of the block size. It is the width of a query that "
+        "counts.",
+        {"scale": lambda d, d_v, n: n**-0.5},
+    ),
+    (
+        "output_alone",
+        "It returns the output alone. The backward pass will need the log-sum-exp.",
+        {"finish": lambda out, lse: out},
+    ),
+    (
+        "results_exchanged",
+        "The results are in the other order: the output comes first.",
+        {"finish": lambda out, lse: (lse, out)},
+    ),
+]
+tiled.fault(
+    "whole_matrix",
+    "The results are right, but the whole matrix of scores, or a mask of its size, is "
+    "in memory at once. Fetch a block of keys, use it, and let it go.",
+    matrix_at_once,
+)
+
+
+@tiled.fault(
+    "whole_mask",
+    "The scores come in blocks, but the mask is made whole: one byte for each pair of "
+    "query and key is still quadratic. Make the mask of the block at hand.",
+)
+def _(q, k, v, causal=False, block_q=64, block_k=64):
+    held = None
+    if causal and q.shape[-2] <= k.shape[-2]:
+        held = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    result = blockwise()(q, k, v, causal, block_q, block_k)
+    del held
+    return result
+
+
+for name, sentence, change in TILED_FAULTS:
+    tiled.fault(name, sentence, blockwise(**change))
+
+
+# Its gradient -------------------------------------------------------------------------
+
+
+def applied(answer):
+    """`FlashAttention.apply` under the parameters' names, for the messages."""
+
+    def apply(q, k, v, *causal_and_blocks):
+        return answer.apply(q, k, v, *causal_and_blocks)
+
+    apply.__name__ = "FlashAttention.apply"
+    return apply
+
+
+def all_gradients(t, answer, q, k, v, *more, of="qkv", same_sign=False):
+    """Compare the gradients of q, k and v, or of some of them.
+
+    The backward pass runs inside a call, so that what it raises is recorded.
+    """
+
+    def gradients(apply, *given):
+        leaves = dict(zip("qkv", given, strict=True))
+        wanted = [leaves[name].requires_grad_() for name in of]
+        output = apply(*given, *more)
+        t.is_tensor(output)
+        if not output.requires_grad:
+            raise Explained(
+                "No gradient flows through it: `FlashAttention` must be a "
+                "torch.autograd.Function whose forward works on q, k and v themselves."
+            )
+        d_output = probe(*output.shape, seed=91, dtype=output.dtype)
+        d_output = d_output.abs() if same_sign else d_output
+        found = torch.autograd.grad(output, wanted, d_output, allow_unused=True)
+        return tuple(
+            torch.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip(wanted, found, strict=True)
+        )
+
+    def backward(q, k, v):
+        return gradients(answer.apply, q, k, v)
+
+    backward.__name__ = "the backward pass of FlashAttention.apply"
+    actual = t.call(backward, q, k, v)
+    truth = gradients(whole_attention, *(x.detach().double() for x in (q, k, v)))
+    for name, ours, expected in zip(of, actual, truth, strict=True):
+        t.close(ours, expected, f"the gradient of `{name}`")
+
+
+@function.requires(
+    "forward gives the output of flash_attention, and nothing else",
+    "`flash_attention` returns two things; hand on the first and keep both.",
+)
+def _(answer, t):
+    apply = applied(answer)
+    q, k, v = heads(2, t_q=4, t_k=5, d_head=7, d_v=3)
+    t.agrees(apply, whole_attention, q, k, v)
+    q, k, v = heads(2, 3, t_q=5, t_k=9, d_head=4, d_v=6, seed=5)
+    t.agrees(apply, whole_attention, q, k, v, True)
+    t.agrees(apply, whole_attention, q, k, v, True, 2, 3)
+
+
+@function.requires(
+    "the gradient of v is right, in one block",
+    "The output is weights·v, a matrix product. What is its gradient for v? The weights "
+    "come back as exp(score − log-sum-exp).",
+)
+def _(answer, t):
+    all_gradients(t, answer, *heads(2, t_q=4, t_k=5, d_head=7, seed=10), of="v")
+    q, k, v = heads(2, 3, t_q=4, t_k=5, d_head=7, d_v=3, seed=15)
+    all_gradients(t, answer, q, k, v, of="v")
+
+
+@function.requires(
+    "the gradient of q is right, in one block",
+    "Through the softmax: dS = P ∘ (dP − D), where D is one number for each query, the "
+    "sum of dO ∘ O. Then through the scaled product.",
+)
+def _(answer, t):
+    all_gradients(t, answer, *heads(2, t_q=5, t_k=5, d_head=7, seed=20), of="q")
+    q, k, v = heads(2, 3, t_q=4, t_k=5, d_head=7, d_v=3, seed=25)
+    all_gradients(t, answer, q, k, v, of="q")
+
+
+@function.requires(
+    "all three gradients are right, in one block",
+    "The scale stands between scores and q·k for the keys as well.",
+)
+def _(answer, t):
+    all_gradients(t, answer, *heads(2, t_q=4, t_k=5, d_head=7, d_v=3, seed=30))
+    all_gradients(t, answer, *heads(2, 3, t_q=4, t_k=5, d_head=9, d_v=9, seed=35))
+
+
+@function.requires(
+    "many blocks, and lengths that they do not divide",
+    "A key meets every block of queries, a query every block of keys: what they get "
+    "from each is added up.",
+)
+def _(answer, t):
+    q, k, v = heads(2, t_q=11, t_k=13, d_head=7, d_v=3, seed=40)
+    all_gradients(t, answer, q, k, v, False, 4, 5)
+    all_gradients(t, answer, q, k, v, False, 3, 2)
+    all_gradients(t, answer, *heads(2, t_q=66, t_k=70, d_head=3, d_v=2, seed=45))
+
+
+@function.requires(
+    "causal, with as many queries as keys and with fewer",
+    "The weights come from scores again, so they have to be masked again.",
+)
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=9, t_k=9, d_head=4, d_v=6, seed=50)
+    all_gradients(t, answer, q, k, v, True)
+    all_gradients(t, answer, q, k, v, True, 4, 2)
+    q, k, v = heads(2, 3, t_q=5, t_k=11, d_head=4, d_v=6, seed=55)
+    all_gradients(t, answer, q, k, v, True, 2, 3)
+    all_gradients(t, answer, q, k, v, True, 4, 16)
+
+
+@function.requires(
+    "between forward and backward it keeps q, k, v, output and log-sum-exp alone",
+    "Weights that are kept, on `ctx` or in `save_for_backward`, are the whole matrix "
+    "again.",
+)
+def _(answer, t):
+    q, k, v = heads(t_q=256, t_k=256, d_head=4, seed=60)
+    for causal in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        saved = saved_bytes(lambda x=leaves, c=causal: answer.apply(*x, c))
+        with LiveBytes() as memory:
+            output = t.call(answer.apply, *leaves, causal)
+            held = memory.now
+        del output
+        allowed = 4 * 256 * (4 * 4 + 1)  # q, k, v, output: 256 × 4; log-sum-exp: 256
+        t.true(
+            max(saved, held) <= 2 * allowed,
+            f"After forward at 256 queries and keys of width 4, {max(saved, held):,} "
+            f"bytes are kept; q, k, v, output and log-sum-exp have {allowed:,}, the "
+            f"matrix of weights {4 * 256 * 256:,}.",
+        )
+
+
+@function.requires(
+    "backward holds no more than a few blocks, either",
+    "Which of its tensors has both lengths in its shape?",
+)
+def _(answer, t):
+    q, k, v = heads(t_q=640, t_k=640, d_head=4, seed=65)
+    for causal in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = t.call(answer.apply, *leaves, causal, 64, 64)
+        peak = peak_bytes(lambda o=out: o.sum().backward())
+        t.true(
+            peak < 1.2 * 640 * 640,
+            f"At 640 queries and keys in blocks of 64 × 64, backward had {peak:,} bytes "
+            f"of new tensors at once; the whole matrix has {4 * 640 * 640:,}.",
+        )
+
+
+@function.requires(
+    "large scores give finite, right gradients",
+    "A weight is exp(score − log-sum-exp): never exp(score) divided by something.",
+)
+def _(answer, t):
+    q, k, v = heads(2, t_q=5, t_k=7, d_head=16, d_v=3, seed=70)
+    q, k = q.round(), k.round()
+    q[..., 0], k[..., 0] = 8.0, 64.0
+    all_gradients(t, answer, q, k, v, False, 3, 2)
+    k[..., 0] = -64.0
+    all_gradients(t, answer, q, k, v, True, 3, 2)
+
+
+@function.requires(
+    "float64, half precision, and memory that is not contiguous work too",
+    "The sums over blocks belong in float32, as in the forward pass.",
+)
+def _(answer, t):
+    q, k, v = heads(2, t_q=5, t_k=7, d_head=4, d_v=6, seed=80, dtype=torch.float64)
+    all_gradients(t, answer, q, k, v, True, 2, 3)
+    q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=85)
+    all_gradients(t, answer, strided(q), strided(k), strided(v), True, 2, 3)
+    for half in (torch.float16, torch.bfloat16):
+        q, k, v = heads(2, t_q=40, t_k=60, d_head=8, d_v=3, seed=90, dtype=half)
+        all_gradients(t, answer, q, k, v, True, 2, 3)
+    q, k, v = heads(t_q=600, t_k=6, d_head=4, seed=95, dtype=torch.bfloat16)
+    all_gradients(t, answer, q * 0, k, v, False, 1, 6, of="v", same_sign=True)
+
+
+@function.requires("what does not fit is refused here too")
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=5, t_k=4, d_head=8, seed=110)
+    why = "causal, with 5 queries and 4 keys"
+    t.raises(ValueError, answer.apply, q, k, v, True, mentions=(5, 4), because=why)
+    few = (q, k[:, :1], v[:, :1])
+    why = "3 heads of queries and 1 of keys and values"
+    t.raises(ValueError, answer.apply, *few, mentions=(3, 1), because=why)
+
+
+def gradient_with(**change):
+    """A `FlashAttention` with one thing wrong in its backward pass, or forward."""
+
+    def get(name, right):
+        return change.get(name, right)
+
+    def forward(ctx, q, k, v, causal=False, block_q=64, block_k=64):
+        unchecked = {"shapes": False, "lengths": False} if "unchecked" in change else {}
+        output, lse = blockwise(**unchecked)(q, k, v, causal, block_q, block_k)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.settings = causal, block_q, block_k
+        if "keep" in change:
+            ctx.kept = change["keep"](q, k)
+        return get("finish", lambda out, lse: out)(output, lse)
+
+    def backward(ctx, d_output, *more):
+        q, k, v, output, lse = ctx.saved_tensors
+        causal, block_q, block_k = ctx.settings
+        t_q, t_k, high = q.shape[-2], k.shape[-2], get("high", lse.dtype)
+        high = q.dtype if high == "own" else high
+        scale = get("scale", q.shape[-1] ** -0.5)
+        grads = [torch.zeros_like(x, dtype=high) for x in (q, k, v)]
+        d_q, d_k, d_v = grads
+        if "ones" in change:
+            d_output = torch.ones_like(d_output)
+        row_sums = (d_output.to(high) * output.to(high)).sum(-1)
+        if "whole" in change:
+            held = torch.zeros(t_q, t_k)  # noqa: F841
+        for top in range(0, t_q, block_q):
+            rows = slice(top, min(top + block_q, t_q))
+            end = t_k - t_q + rows.stop if causal else t_k
+            q_block, d_block = q[..., rows, :].to(high), d_output[..., rows, :].to(high)
+            for left in range(0, end, block_k):
+                keys = slice(left, min(left + block_k, end))
+                k_block, v_block = k[..., keys, :].to(high), v[..., keys, :].to(high)
+                scores = q_block @ k_block.mT * scale
+                p = torch.exp(scores - lse.to(high)[..., rows, None])
+                if "softmax" in change:
+                    p = torch.softmax(scores, -1)
+                if "unnormalised" in change:
+                    p = torch.exp(scores)
+                if causal and get("mask", True):
+                    seen = positions_seen(t_q, t_k, rows, keys, get("mask", "right"))
+                    p = p.masked_fill(~seen, 0)
+                d_p = d_block @ v_block.mT
+                row = row_sums[..., rows, None]
+                d_s = get("d_s", lambda p, d_p, row: p * (d_p - row))(p, d_p, row)
+                parts = (
+                    d_s @ k_block * get("q_scale", scale),
+                    d_s.mT @ q_block * get("k_scale", scale),
+                    get("d_v", lambda p, d: p.mT @ d)(p, d_block),
+                )
+                for name, grad, at, part in zip(
+                    "qkv", grads, (rows, keys, keys), parts, strict=True
+                ):
+                    if f"{name}_overwritten" in change:
+                        grad[..., at, :] = part
+                    else:
+                        grad[..., at, :] += part
+        d_q, d_k, d_v = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+        order = get("order", lambda d_q, d_k, d_v: (d_q, d_k, d_v))
+        return *order(d_q, d_k, d_v), None, None, None
+
+    return type(
+        "FlashAttention",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+
+
+def by_autograd(ctx_keeps):
+    """Backward through the whole matrix, computed again with autograd."""
+
+    def forward(ctx, q, k, v, causal=False, block_q=64, block_k=64):
+        output, _ = blockwise()(q, k, v, causal, block_q, block_k)
+        ctx.save_for_backward(q, k, v)
+        ctx.causal = causal
+        return output
+
+    def backward(ctx, d_output):
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            high = torch.promote_types(leaves[0].dtype, torch.float32)
+            q, k, v = (x.to(high) for x in leaves)
+            out = torch.softmax(whole_scores(q, k, ctx.causal), -1) @ v
+        grads = torch.autograd.grad(out, leaves, d_output.to(high))
+        return *grads, None, None, None
+
+    return type(
+        "FlashAttention",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+
+
+for name, sentence, change in (
+    (
+        "errors_lost",
+        "What `flash_attention` refuses with a sentence is computed here, or fails with "
+        "one of PyTorch's own. Call `flash_attention` in forward.",
+        {"unchecked": True},
+    ),
+    (
+        "half_precision_sums",
+        "The gradients are summed in half precision. A key collects a little from very "
+        "many queries, and beside a large sum a little is lost: sum in float32.",
+        {"high": "own"},
+    ),
+    (
+        "weights_kept",
+        "The weights are kept for the backward pass: that is the whole matrix again. "
+        "They can be computed from q, k and the log-sum-exp.",
+        {"keep": lambda q, k: torch.softmax(whole_scores(q, k), -1)},
+    ),
+    (
+        "matrix_in_backward",
+        "Something as large as the whole matrix is made in the backward pass.",
+        {"whole": True},
+    ),
+    (
+        "mask_forgotten",
+        "The backward pass computes its weights without the causal mask. exp(score − "
+        "log-sum-exp) of a hidden key is not 0 by itself.",
+        {"mask": False},
+    ),
+    (
+        "causal_top_left",
+        "The mask of the backward pass is aligned top-left: with fewer queries than "
+        "keys, query i stands at i + T_k − T_q.",
+        {"mask": "top_left"},
+    ),
+    (
+        "own_position_hidden",
+        "In the backward pass no query sees its own position.",
+        {"mask": "own_position_hidden"},
+    ),
+    (
+        "positions_within_the_block",
+        "The mask of the backward pass compares places within the block. Add where the "
+        "blocks start.",
+        {"mask": "within_the_block"},
+    ),
+    (
+        "query_gradient_overwritten",
+        "A query's gradient is that of its last block of keys. Every block adds to it.",
+        {"q_overwritten": True},
+    ),
+    (
+        "key_gradient_overwritten",
+        "A key's gradient is that of the last block of queries. Every block adds to it.",
+        {"k_overwritten": True},
+    ),
+    (
+        "value_gradient_overwritten",
+        "A value's gradient is that of the last block of queries. Every block adds to "
+        "it.",
+        {"v_overwritten": True},
+    ),
+    (
+        "gradients_overwritten",
+        "All three gradients are those of the last block. Every block adds to them.",
+        {"q_overwritten": True, "k_overwritten": True, "v_overwritten": True},
+    ),
+    (
+        "softmax_of_the_block",
+        "The weights are a softmax over the block's own keys. A weight is relative to "
+        "all keys: exp(score − log-sum-exp), with the log-sum-exp that was kept.",
+        {"softmax": True},
+    ),
+    (
+        "row_sums_of_the_block",
+        "D is summed over the block's own keys, Σ P ∘ dP. It runs over all of them; the "
+        "sum of dO ∘ O is the same number and needs no keys.",
+        {"d_s": lambda p, d_p, row: p * (d_p - (p * d_p).sum(-1, keepdim=True))},
+    ),
+    (
+        "not_normalised",
+        "The weights are exp(score): the log-sum-exp has to be subtracted first.",
+        {"unnormalised": True},
+    ),
+    (
+        "row_sums_forgotten",
+        "dS = P ∘ dP lacks D. If one score rises, the softmax makes all other weights "
+        "of the row fall; that is what D takes off.",
+        {"d_s": lambda p, d_p, row: p * d_p},
+    ),
+    (
+        "row_sums_added",
+        "D is added where it must be subtracted: dS = P ∘ (dP − D).",
+        {"d_s": lambda p, d_p, row: p * (d_p + row)},
+    ),
+    (
+        "row_sums_outside",
+        "D is subtracted after the product with the weights: dS = P ∘ (dP − D), not "
+        "P ∘ dP − D.",
+        {"d_s": lambda p, d_p, row: p * d_p - row},
+    ),
+    (
+        "weights_forgotten",
+        "dS = dP − D lacks the weights: dS = P ∘ (dP − D).",
+        {"d_s": lambda p, d_p, row: d_p - row},
+    ),
+    (
+        "key_gradient_without_scale",
+        "The keys' gradient lacks the division by the root of d_head: the scores are "
+        "q·k divided by it, so it stands in both gradients.",
+        {"k_scale": 1.0},
+    ),
+    (
+        "query_gradient_without_scale",
+        "The queries' gradient lacks the division by the root of d_head: the scores are "
+        "q·k divided by it, so it stands in both gradients.",
+        {"q_scale": 1.0},
+    ),
+    (
+        "gradients_without_scale",
+        "The gradients of q and k lack the division by the root of d_head.",
+        {"q_scale": 1.0, "k_scale": 1.0},
+    ),
+    (
+        "no_scaling",
+        "The scores of the backward pass are not divided by the root of d_head, so that "
+        "they do not belong to the log-sum-exp.",
+        {"scale": 1.0},
+    ),
+    (
+        "value_gradient_by_scores",
+        "The values' gradient uses P ∘ P or a changed P. It is Pᵀ·dO with the weights "
+        "themselves.",
+        {"d_v": lambda p, d: (p * p).mT @ d},
+    ),
+    (
+        "output_gradient_ignored",
+        "The gradient that comes in is not used: it is taken for ones.",
+        {"ones": True},
+    ),
+    (
+        "queries_and_keys_exchanged",
+        "The gradients of q and k are returned in the other order.",
+        {"order": lambda d_q, d_k, d_v: (d_k, d_q, d_v)},
+    ),
+    (
+        "keys_and_values_exchanged",
+        "The gradients of k and v are returned in the other order.",
+        {"order": lambda d_q, d_k, d_v: (d_q, d_v, d_k)},
+    ),
+    (
+        "no_key_gradient",
+        "The keys get no gradient.",
+        {"order": lambda d_q, d_k, d_v: (d_q, None, d_v)},
+    ),
+    (
+        "no_value_gradient",
+        "The values get no gradient.",
+        {"order": lambda d_q, d_k, d_v: (d_q, d_k, None)},
+    ),
+    (
+        "two_results",
+        "It gives output and log-sum-exp. `apply` is used like attention, so that it "
+        "returns the output alone.",
+        {"finish": lambda out, lse: (out, lse)},
+    ),
+):
+    function.fault(name, sentence, gradient_with(**change))
+
+function.fault(
+    "whole_matrix_by_autograd",
+    "The backward pass computes attention again as a whole and lets autograd go through "
+    "it. The gradients are right, and the whole matrix is in memory.",
+    by_autograd(True),
+)
+
+
+# Traffic ------------------------------------------------------------------------------
+
+
+class Memory:
+    """Counts what is read and written, in bytes."""
+
+    def __init__(self, bytes_per_number):
+        self.size, self.bytes = bytes_per_number, 0
+
+    def move(self, rows, columns, size=None):
+        self.bytes += rows * columns * (size or self.size)
+
+
+def counted(t, d_head, block=None, causal=False, bytes_per_number=2):
+    """The forward pass row by row, each access counted."""
+    memory = Memory(bytes_per_number)
+    if block is None:
+        for step in ("q k → scores", "scores → weights", "weights v → output"):
+            for name in step.replace("→", "").split():
+                wide = t if name in ("scores", "weights") else d_head
+                memory.move(t, wide)
+        return memory.bytes
+    waiting = list(range(t))
+    while waiting:
+        rows, waiting = waiting[:block], waiting[block:]
+        memory.move(len(rows), d_head)  # queries
+        for key in range(t):
+            if not causal or any(key <= row for row in rows):
+                memory.move(1, d_head)  # this key
+                memory.move(1, d_head)  # its value
+        memory.move(len(rows), d_head)  # output
+        memory.move(len(rows), 1, size=4)  # log-sum-exp
+    return memory.bytes
+
+
+def count(t, answer, *args, **kwargs):
+    found = t.call(answer, *args, **kwargs)
+    t.true(
+        isinstance(found, int) and not isinstance(found, bool),
+        f"The result is of type {type(found).__name__}, expected an int: a number of "
+        "bytes is whole.",
+    )
+    t.equal(found, counted(*args, **kwargs), "the number of bytes")
+
+
+@traffic.requires(
+    "without blocks: three steps, each with its arguments and its result",
+    "Write the three steps in three lines, with the size of each matrix: scores = q·kᵀ, "
+    "weights = softmax(scores), output = weights·v. How often does a T × T matrix cross?",
+)
+def _(answer, t):
+    count(t, answer, 10, 3)
+    count(t, answer, 7, 16)
+
+
+@traffic.requires(
+    "with blocks that divide the length: keys and values come once for each block of "
+    "queries",
+    "How many blocks of queries are there? What crosses once for each of them, and what "
+    "only once?",
+)
+def _(answer, t):
+    count(t, answer, 12, 5, 4)
+    count(t, answer, 30, 7, block=6)
+    count(t, answer, 8, 3, 8)
+    count(t, answer, 8, 3, 1)
+
+
+@traffic.requires(
+    "with blocks that do not divide it",
+    "The last block of queries is smaller, but all keys come for it too.",
+)
+def _(answer, t):
+    count(t, answer, 13, 5, 4)
+    count(t, answer, 5, 3, 8)
+
+
+@traffic.requires(
+    "causal: keys after a block's last query are not read; separate steps read all",
+    "The block that starts at query 8 and ends with query 11 looks at keys 0 to 11.",
+)
+def _(answer, t):
+    count(t, answer, 12, 5, 4, True)
+    count(t, answer, 13, 5, 4, causal=True)
+    count(t, answer, 5, 3, 8, True)
+    count(t, answer, 10, 3, None, True)
+
+
+@traffic.requires(
+    "numbers of other sizes; the log-sum-exp is float32 always",
+    "The log-sum-exp is not one of the numbers whose size is given.",
+)
+def _(answer, t):
+    count(t, answer, 13, 5, 4, False, 4)
+    count(t, answer, 13, 5, 4, True, bytes_per_number=1)
+    count(t, answer, 10, 3, bytes_per_number=8)
+
+
+@traffic.requires("a block below 1 is a ValueError that names it")
+def _(answer, t):
+    for block in (0, -2):
+        why = f"a block of {block}"
+        t.raises(ValueError, answer, 8, 4, block, mentions=[block], because=why)
+
+
+def bytes_with(**change):
+    """`hbm_bytes` with one thing wrong."""
+
+    def get(name, right):
+        return change.get(name, right)
+
+    def hbm_bytes(t, d_head, block=None, causal=False, bytes_per_number=2):
+        size = get("size", bytes_per_number)
+        if block is None:
+            crossings = get("crossings", 4)
+            squares = get("squares", lambda t, causal: t * t)(t, causal)
+            return (crossings * squares + get("rows", 4) * t * d_head) * size
+        if block < 1 and get("checked", True):
+            raise ValueError(f"block is {block}")
+        numbers = get("once", 2) * t * d_head
+        seen = get("seen", lambda top, block, t: min(top + block, t))
+        tops = range(0, get("stop", lambda t, block: t)(t, block), block or 1)
+        for top in tops:
+            keys = seen(top, block, t) if causal else t
+            numbers += get("each", 2) * keys * d_head
+            numbers += get("extra", 0) * block * keys
+        numbers += get("more", 0) * t * d_head * len(tops)
+        if "factor" in change:
+            numbers = change["factor"](numbers, t, d_head, causal)
+        return get("result", int)(numbers * size + get("lse", 4) * t)
+
+    return hbm_bytes
+
+
+for name, sentence, change in (
+    (
+        "block_unchecked",
+        "A block below 1 is not refused with a sentence of its own.",
+        {"checked": False},
+    ),
+    (
+        "lse_in_half_precision",
+        "The log-sum-exp is counted in the size of the other numbers. It is float32, "
+        "4 bytes, whatever they are.",
+        {"lse": 2},
+    ),
+    (
+        "fixed_size",
+        "`bytes_per_number` has no effect: 2 bytes are taken throughout.",
+        {"size": 2},
+    ),
+    (
+        "causal_steps_halved",
+        "Without blocks, causal changes nothing: the scores are masked after the whole "
+        "matrix was written.",
+        {"squares": lambda t, causal: t * (t + 1) // 2 if causal else t * t},
+    ),
+    (
+        "causal_ignored",
+        "`causal` has no effect with blocks: the keys after a block's last query need "
+        "not be read.",
+        {"seen": lambda top, block, t: t},
+    ),
+    (
+        "causal_up_to_the_first_query",
+        "Causal counts the keys up to the block's first query. The last one sees more.",
+        {"seen": lambda top, block, t: top + 1},
+    ),
+    (
+        "causal_before_the_block",
+        "Causal counts the keys before the block alone. The block's own are seen too.",
+        {"seen": lambda top, block, t: top},
+    ),
+    (
+        "causal_past_the_end",
+        "In the last, smaller block, keys are counted that do not exist.",
+        {"seen": lambda top, block, t: top + block},
+    ),
+    (
+        "last_block_dropped",
+        "The last, smaller block of queries is left out. All keys come for it too.",
+        {"stop": lambda t, block: t // block * block},
+    ),
+    (
+        "lse_forgotten",
+        "The log-sum-exp is missing: one float32 for each query.",
+        {"lse": 0},
+    ),
+    (
+        "keys_and_values_once",
+        "Keys and values are counted once. Every block of queries needs all of them.",
+        {"factor": lambda n, t, d, causal: 4 * t * d},
+    ),
+    (
+        "values_forgotten",
+        "With blocks, keys are counted and values are not (or the other way round).",
+        {"each": 1},
+    ),
+    (
+        "output_forgotten",
+        "With blocks, the queries are counted and the output is not (or the other way "
+        "round).",
+        {"once": 1},
+    ),
+    (
+        "scores_counted",
+        "With blocks, the scores are counted. They never leave the chip; that is the "
+        "point.",
+        {"extra": 1},
+    ),
+    (
+        "output_for_each_block",
+        "The output is counted again for each block. With the queries in the outer loop "
+        "it stays on the chip until it is finished.",
+        {"more": 2},
+    ),
+    (
+        "scores_written_only",
+        "Without blocks, a T × T matrix that is written is read by the next step: four "
+        "crossings, not two.",
+        {"crossings": 2},
+    ),
+    (
+        "three_crossings",
+        "Without blocks, T × T matrices are counted three times; they cross four times: "
+        "scores written and read, weights written and read.",
+        {"crossings": 3},
+    ),
+    (
+        "small_matrices_forgotten",
+        "Without blocks, q, k, v and the output are missing. Beside T² they are small, "
+        "but they are bytes too.",
+        {"rows": 0},
+    ),
+    (
+        "numbers_not_bytes",
+        "These are numbers, not bytes.",
+        {"size": 1, "lse": 1},
+    ),
+    (
+        "float_returned",
+        "The result is a float.",
+        {"result": float},
+    ),
+):
+    traffic.fault(name, sentence, bytes_with(**change))
+
+
+# The kernel ---------------------------------------------------------------------------
+
+
+def mode():
+    """Where the kernel is tried, "cpu" interpreted or "cuda" compiled; or `LeftOut`."""
+    if triton is None:
+        raise LeftOut(
+            "There is no Triton here (it exists for Linux alone, and the course does "
+            "not ask for it): leave this exercise out and read on, nothing later needs "
+            "it. To try it on Linux: `python -m pip install triton`, and restart the "
+            "kernel."
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        if isinstance(tl.max, triton.runtime.JITFunction):
+            raise LeftOut(
+                "Triton was imported before TRITON_INTERPRET=1 was set, and cannot "
+                "interpret: restart the kernel, and run the notebook from its first cell."
+            )
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise LeftOut(
+            "Triton was imported without TRITON_INTERPRET=1, and there is no GPU to "
+            "compile for: restart the kernel, and run the notebook from its first cell."
+        )
+    if torch.cuda.get_device_capability() < (8, 0):
+        has = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise LeftOut(
+            f"This GPU has compute capability {has} and the kernel needs 8.0: leave the "
+            "exercise out, or set TRITON_INTERPRET=1 and restart the kernel."
+        )
+    return "cuda"
+
+
+def plainly(answer):
+    """The answer, its exceptions taken out of the interpreter's wrapping."""
+
+    @wraps(answer)
+    def call(*args, **kwargs):
+        try:
+            return answer(*args, **kwargs)
+        except Exception as error:
+            inner = error
+            while type(inner).__name__ == "InterpreterError" and inner.__cause__:
+                inner = inner.__cause__
+            if inner is error:
+                raise
+            raise inner from None
+
+    return call
+
+
+def from_kernel(t, answer, q, k, v, *args, relaxed=None, **kwargs):
+    where = mode()
+    q, k, v = (x.to(where) for x in (q, k, v))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow
+        found = t.call(plainly(answer), q, k, v, *args, **kwargs)
+    t.is_tuple(found, 2, "the result (output and log-sum-exp)")
+    causal = args[0] if args else kwargs.get("causal", False)
+    wide = [x.detach().cpu().double() for x in (q, k, v)]
+    output, lse = whole_attention(*wide, causal), whole_lse(*wide[:2], causal)
+    t.close(found[0], output, "the output", like=q, tolerance=relaxed)
+    relaxed = None if relaxed is None else 100 * relaxed
+    sums(t, found[1], lse, "the log-sum-exp", q, relaxed)
+
+
+@kernel.requires(
+    "one head: output and log-sum-exp are those of attention",
+    "Begin with one program for each block of queries. Which rows are its own, and what "
+    "does `tl.load` need to know to fetch them?",
+)
+def _(answer, t):
+    q, k, v = heads(1, 1, t_q=16, t_k=32, d_head=16)
+    from_kernel(t, answer, q, k, v, block_q=16, block_k=32)
+    from_kernel(t, answer, q, k, v, block_q=16, block_k=16)
+    q, k, v = heads(1, 1, t_q=48, t_k=64, d_head=16, seed=5)
+    from_kernel(t, answer, q, k * torch.linspace(0.2, 2, 64)[:, None], v, False, 16, 16)
+
+
+@kernel.requires(
+    "batches and heads",
+    "The second number of the grid counts heads through all batches. Where does head h "
+    "of batch b begin?",
+)
+def _(answer, t):
+    q, k, v = heads(2, 3, t_q=16, t_k=32, d_head=16, seed=10)
+    from_kernel(t, answer, q, k, v, False, 16, 32)
+
+
+@kernel.requires(
+    "lengths that the blocks do not divide, and the blocks that it chooses itself",
+    "What a mask leaves out of a `tl.load` is filled with `other`, and a key of zeros "
+    "has the score 0. Stores need a mask too.",
+)
+def _(answer, t):
+    q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=32, seed=20)
+    from_kernel(t, answer, q, k, v, False, 16, 32)
+    from_kernel(t, answer, q, k, v, False, 32, 16)
+    from_kernel(t, answer, q, k, v)
+    from_kernel(t, answer, *heads(1, 1, t_q=1, t_k=5, d_head=64, seed=25))
+
+
+@kernel.requires(
+    "causal, with as many queries as keys and with fewer",
+    "The position of a row is its number plus T_k − T_q.",
+)
+def _(answer, t):
+    q, k, v = heads(1, 1, t_q=37, t_k=37, d_head=16, seed=30)
+    from_kernel(t, answer, q, k, v, True, 16, 16)
+    from_kernel(t, answer, q, k, v, causal=True, block_q=16, block_k=32)
+    q, k, v = heads(1, 1, t_q=21, t_k=53, d_head=16, seed=35)
+    from_kernel(t, answer, q, k, v, True, 16, 32)
+    from_kernel(t, answer, q, k, v, True)
+
+
+@kernel.requires(
+    "any strides: heads that were split by a transpose, columns that are not neighbours",
+    "Use every stride of q, k and v: batch, head, row and column.",
+)
+def _(answer, t):
+    q, k, v = heads(2, 13, t_q=3, t_k=3, d_head=16, seed=40)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    from_kernel(t, answer, q, k, v, True, 16, 16)
+    q, k, v = heads(1, 2, t_q=11, t_k=23, d_head=16, seed=45)
+    from_kernel(t, answer, strided(q), strided(k), strided(v), False, 16, 32)
+
+
+@kernel.requires(
+    "scores of ±10,000 give no overflow",
+    "The maximum of a row, as in `flash_attention`. It starts below every score.",
+)
+def _(answer, t):
+    for level in (10_000, -10_000):
+        q, k, v = heads(1, 1, t_q=11, t_k=37, d_head=16, seed=50)
+        q, k = q.round(), k.round()
+        q[..., 0], k[..., 0] = 200.0, level / 50.0
+        from_kernel(t, answer, q, k, v, False, 16, 16, relaxed=0.02)
+
+
+@kernel.requires(
+    "float16: the output has the dtype of q, the log-sum-exp is float32",
+    "Maximum, sum and output are float32 in the kernel, whatever comes in.",
+)
+def _(answer, t):
+    q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=16, seed=60, dtype=torch.float16)
+    from_kernel(t, answer, q, k, v, True, 32, 32)
+
+
+@kernel.requires(
+    "the products are computed in the kernel",
+    "PyTorch allocates the results and launches; scores and outputs come from `tl.dot`.",
+)
+def _(answer, t):
+    where = mode()
+    q, k, v = (x.to(where) for x in heads(1, 1, t_q=16, t_k=16, d_head=16, seed=70))
+    with FlopCounterMode(display=False) as flops:
+        t.call(answer, q, k, v, False, 16, 16)
+    t.true(
+        flops.get_total_flops() == 0,
+        f"PyTorch did {flops.get_total_flops():,} floating-point operations in matrix "
+        "products on the way.",
+    )
+
+
+@kernel.requires(
+    "what it cannot compute is refused in a sentence",
+    "These lines were given in the stub; they belong before everything else.",
+)
+def _(answer, t):
+    where = mode()
+    q, k, v = (x.to(where) for x in heads(2, 3, t_q=20, t_k=16, d_head=16, seed=80))
+    why = "causal, with 20 queries and 16 keys"
+    t.raises(ValueError, answer, q, k, v, True, mentions=(20, 16), because=why)
+    why = "3 heads of queries and 1 of keys and values"
+    few = (q, k[:, :1], v[:, :1])
+    t.raises(ValueError, answer, *few, mentions=(3, 1), because=why)
+    why = "a block of 0"
+    t.raises(ValueError, answer, q, k, v, False, 0, 16, mentions=[0], because=why)
+    wrong = torch.float64 if where == "cuda" else torch.bfloat16
+    name = str(wrong).removeprefix("torch.")
+    others = (x.to(wrong) for x in (q, k, v))
+    t.raises(ValueError, answer, *others, mentions=[name], because=f"{name} inputs")
+
+
+if triton is not None:
+
+    @triton.jit
+    def kernel_with_a_fault(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        q_strides,
+        k_strides,
+        v_strides,
+        out_strides,
+        n_heads,
+        t_q,
+        t_k,
+        scale,
+        CAUSAL: tl.constexpr,
+        D: tl.constexpr,
+        Q: tl.constexpr,
+        K: tl.constexpr,
+        FAULT: tl.constexpr,
+    ):
+        top, pair = tl.program_id(0) * Q, tl.program_id(1)
+        b, h = pair // n_heads, pair % n_heads
+        rows, columns, keys = top + tl.arange(0, Q), tl.arange(0, D), tl.arange(0, K)
+        q_b, q_h, q_t, q_d = q_strides
+        k_b, k_h, k_t, k_d = k_strides
+        v_b, v_h, v_t, v_d = v_strides
+        o_b, o_h, o_t, o_d = out_strides
+        q_at, k_at = q_ptr + b * q_b + h * q_h, k_ptr + b * k_b + h * k_h
+        v_at = v_ptr + b * v_b + h * v_h
+        if FAULT == "contiguous heads":
+            q_at, k_at = q_ptr + pair * q_h, k_ptr + pair * k_h
+            v_at = v_ptr + pair * v_h
+        if FAULT == "heads of the first batch":
+            k_at, v_at = k_ptr + h * k_h, v_ptr + h * v_h
+        if FAULT == "first head":
+            k_at, v_at = k_ptr + b * k_b, v_ptr + b * v_b
+        if FAULT == "columns are neighbours":
+            q_d, k_d, v_d = 1, 1, 1
+        q_at = q_at + rows[:, None] * q_t + columns * q_d
+        q = tl.load(q_at, mask=rows[:, None] < t_q, other=0.0)
+        m = tl.full([Q], float("-inf"), tl.float32)
+        if FAULT == "starts at zero":
+            m = tl.zeros([Q], tl.float32)
+        total = tl.zeros([Q], tl.float32)
+        out = tl.zeros([Q, D], tl.float32)
+        end = t_k
+        if FAULT == "last keys dropped":
+            end = t_k // K * K
+        for left in range(0, end, K):
+            there = left + keys < t_k
+            k = tl.load(
+                k_at + (left + keys) * k_t + columns[:, None] * k_d,
+                mask=there,
+                other=0.0,
+            )
+            v = tl.load(
+                v_at + (left + keys)[:, None] * v_t + columns * v_d,
+                mask=there[:, None],
+                other=0.0,
+            )
+            s = tl.dot(q, k, input_precision="ieee") * scale
+            if FAULT != "missing keys score zero":
+                s = tl.where(there[None, :], s, float("-inf"))
+            if CAUSAL and FAULT != "causal ignored":
+                at = rows + t_k - t_q
+                if FAULT == "top left":
+                    at = rows
+                if FAULT == "within the block":
+                    at = rows - top + left
+                if FAULT == "own position hidden":
+                    at = rows + t_k - t_q - 1
+                s = tl.where(left + keys <= at[:, None], s, float("-inf"))
+            new = tl.maximum(m, tl.max(s, 1))
+            if FAULT == "nothing subtracted":
+                new = tl.zeros([Q], tl.float32)
+            shrink = tl.exp2(m - new)
+            if FAULT == "inverted":
+                shrink = tl.where(m == float("-inf"), 0.0, tl.exp2(new - m))
+            p = tl.exp2(s - new[:, None])
+            part = tl.sum(p, 1)
+            if FAULT == "sum not rescaled":
+                total += part
+            else:
+                total = total * shrink + part
+            if FAULT != "output not rescaled":
+                out *= shrink[:, None]
+            out += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            m = new
+        if FAULT != "not divided":
+            out /= total[:, None]
+        lse = (m + tl.log2(total)) * 0.6931471805599453
+        if FAULT == "base 2":
+            lse = m + tl.log2(total)
+        if FAULT == "half":
+            lse = m * 0.6931471805599453 + tl.log2(total)
+        if FAULT == "lse without maximum":
+            lse = tl.log2(total) * 0.6931471805599453
+        at = out_ptr + b * o_b + h * o_h + rows[:, None] * o_t + columns * o_d
+        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] < t_q)
+        tl.store(lse_ptr + pair * t_q + rows, lse, mask=rows < t_q)
+
+
+def launched(fault, scale=lambda d: math.log2(math.e) / math.sqrt(d), refuses=True):
+    """The wrong kernel as an answer."""
+
+    def flash_kernel(q, k, v, causal=False, block_q=None, block_k=None):
+        (n_batch, n_heads, t_q, d), t_k = q.shape, k.shape[2]
+        n, m = block_q or 32, block_k or 32
+        if refuses and (causal and t_q > t_k):
+            raise ValueError(f"{t_q} queries, {t_k} keys")
+        if refuses and n_heads != k.shape[1]:
+            raise ValueError(f"{n_heads} and {k.shape[1]} heads")
+        if refuses and 0 in (block_q, block_k):
+            raise ValueError("a block of 0")
+        if refuses is True and q.dtype in (torch.bfloat16, torch.float64):
+            raise ValueError(f"no {q.dtype}")
+        if not refuses and n_heads != k.shape[1]:
+            k, v = (x.expand(-1, n_heads, -1, -1) for x in (k, v))
+        high = torch.float32 if fault != "all in half" else q.dtype
+        out = torch.empty_like(
+            q, dtype=q.dtype if fault != "float32" else torch.float32
+        )
+        lse = torch.empty(q.shape[:3], dtype=high, device=q.device)
+        kernel_with_a_fault[(triton.cdiv(t_q, n), n_batch * n_heads)](
+            *(q, k, v, out, lse),
+            *(x.stride() for x in (q, k, v, out)),
+            *(n_heads, t_q, t_k, scale(d), causal, d, n, m, fault),
+            enable_fp_fusion=True,
+        )
+        return out if fault == "output alone" else (out, lse)
+
+    return flash_kernel
+
+
+for name, sentence, fault in (
+    (
+        "float32_returned",
+        "The output is float32 whatever came in. Allocate it in the dtype of q, and "
+        "convert before the store.",
+        "float32",
+    ),
+    (
+        "lse_in_half_precision",
+        "The log-sum-exp has the dtype of q. Allocate it in float32.",
+        "all in half",
+    ),
+    (
+        "starts_at_zero",
+        "The maximum starts at 0. Where all scores are far below it, all exponentials "
+        "underflow.",
+        "starts at zero",
+    ),
+    (
+        "no_maximum",
+        "No maximum is subtracted: a large score overflows.",
+        "nothing subtracted",
+    ),
+    (
+        "columns_taken_for_neighbours",
+        "The stride of the columns is taken for 1. Most tensors are laid out so, and "
+        "some are not.",
+        "columns are neighbours",
+    ),
+    (
+        "heads_taken_for_neighbours",
+        "Where a head begins is computed as if the heads of all batches followed each "
+        "other. After a transpose they do not: use the batch's and the head's stride.",
+        "contiguous heads",
+    ),
+    (
+        "heads_of_the_first_batch",
+        "Keys and values are those of the first batch for all batches: the second "
+        "number of the grid counts heads through all of them.",
+        "heads of the first batch",
+    ),
+    (
+        "keys_of_the_first_head",
+        "Keys and values are those of the first head for all heads.",
+        "first head",
+    ),
+    (
+        "missing_keys_score_zero",
+        "Keys past the end are loaded as zeros, and their score of 0 is a weight like "
+        "any other: it must become −inf.",
+        "missing keys score zero",
+    ),
+    (
+        "last_keys_dropped",
+        "The keys after the last whole block are left out.",
+        "last keys dropped",
+    ),
+    ("causal_ignored", "`causal` has no effect.", "causal ignored"),
+    (
+        "causal_top_left",
+        "The mask is aligned top-left: with fewer queries than keys, row i stands at "
+        "i + T_k − T_q.",
+        "top left",
+    ),
+    (
+        "own_position_hidden",
+        "No query sees its own position.",
+        "own position hidden",
+    ),
+    (
+        "positions_within_the_block",
+        "The mask compares places within the block. Add where both blocks start.",
+        "within the block",
+    ),
+    (
+        "rescaling_inverted",
+        "What was summed so far is multiplied by exp2(new − old) where exp2(old − new) "
+        "is right.",
+        "inverted",
+    ),
+    (
+        "sum_not_rescaled",
+        "The output is corrected when a larger score comes, the sum is not.",
+        "sum not rescaled",
+    ),
+    (
+        "output_not_rescaled",
+        "The sum is corrected when a larger score comes, the output is not.",
+        "output not rescaled",
+    ),
+    (
+        "not_divided",
+        "The output is not divided by the sum of the exponentials.",
+        "not divided",
+    ),
+    (
+        "lse_in_base_2",
+        "The log-sum-exp is in base 2, as `tl.exp2` and `tl.log2` count. Multiply by "
+        "ln 2.",
+        "base 2",
+    ),
+    (
+        "lse_half_converted",
+        "Of the log-sum-exp only the maximum is converted from base 2. Both parts are "
+        "in base 2: multiply their sum by ln 2.",
+        "half",
+    ),
+    (
+        "maximum_missing_in_lse",
+        "The log-sum-exp lacks the maximum.",
+        "lse without maximum",
+    ),
+    (
+        "output_alone",
+        "It returns the output alone: output and log-sum-exp are asked for.",
+        "output alone",
+    ),
+):
+    kernel.fault(name, sentence, launched(fault))
+
+kernel.fault(
+    "no_scaling",
+    "The scores are not divided by the root of d_head.",
+    launched("", scale=lambda d: math.log2(math.e)),
+)
+kernel.fault(
+    "exp2_taken_for_exp",
+    "2ˣ is taken where eˣ is meant: `tl.exp2` needs the scores multiplied by log₂ e.",
+    launched("", scale=lambda d: 1 / math.sqrt(d)),
+)
+kernel.fault(
+    "nothing_refused",
+    "What the kernel cannot compute is not refused: the lines that were given in the "
+    "stub are gone.",
+    launched("", refuses=False),
+)
+kernel.fault(
+    "dtypes_not_refused",
+    "A dtype that is computed wrongly here, or not at all, is not refused.",
+    launched("", refuses="sizes"),
+)
+
+
+@kernel.fault(
+    "not_in_the_kernel",
+    "The results are right, but PyTorch computes them.",
+)
+def _(q, k, v, causal=False, block_q=None, block_k=None):
+    return blockwise()(q, k, v, causal, block_q or 64, block_k or 64)
+
+
+# Together with the parts of earlier lessons -------------------------------------------
+
+joint = Joint(
+    "flash_in_the_model",
+    lesson="flash_attention",
+    parts={
+        "attention": "attention",
+        "causal_mask": "attention",
+        "split_heads": "multi_head",
+        "merge_heads": "multi_head",
+        "repeat_kv": "multi_head",
+        "MultiHeadAttention": "multi_head",
+        "rope": "positions",
+        "TransformerConfig": "forward_pass",
+        "Transformer": "forward_pass",
+        "online_softmax": "flash_attention",
+        "flash_attention": "flash_attention",
+        "FlashAttention": "flash_attention",
+    },
+)
+
+
+def through_flash(parts, layer, n_heads, n_kv_heads, x, mask=None, rotate=None):
+    """What a `MultiHeadAttention` computes under a causal mask, by `FlashAttention`."""
+    q = parts["split_heads"](layer.w_q(x), n_heads)
+    k, v = (parts["split_heads"](w(x), n_kv_heads) for w in (layer.w_k, layer.w_v))
+    if rotate is not None:
+        q, k = rotate(q), rotate(k)
+    k, v = (parts["repeat_kv"](each, n_heads // n_kv_heads) for each in (k, v))
+    out = parts["FlashAttention"].apply(q, k, v, True, 4, 4)
+    return layer.w_o(parts["merge_heads"](out))
+
+
+def filled(module):
+    """Weights from a formula, of a size at which attention is far from uniform."""
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            size = 0.6 * p.shape[-1] ** -0.5
+            p.copy_(probe(*p.shape, seed=300 + i, scale=3 * size))
+    return module
+
+
+@joint.requires(
+    "flash_attention and attention under causal_mask mean the same, in a square and with "
+    "fewer queries than keys",
+    "Print the mask for 3 queries and 5 keys, and the weights that the blocks use.",
+)
+def _(parts, t):
+    q, k, v = heads(2, 3, t_q=11, t_k=11, d_head=4, d_v=6, seed=200)
+    for rows in (slice(0, 11), slice(6, 11)):
+        n = rows.stop - rows.start
+        mask = t.call(parts["causal_mask"], n, 11)
+        whole = t.call(parts["attention"], q[:, :, rows], k, v, mask)
+        found = t.call(parts["flash_attention"], q[:, :, rows], k, v, True, 4, 3)
+        t.is_tuple(found, 2, "the result of flash_attention")
+        what = f"{n} queries and 11 keys: flash_attention, compared with attention,"
+        t.close(found[0], whole.double(), what, like=q)
+    whole = t.call(parts["attention"], q, k, v)
+    found = t.call(parts["flash_attention"], q, k, v, False, 4, 3)
+    t.close(found[0], whole.double(), "without a mask, the output", like=q)
+
+
+@joint.requires(
+    "online_softmax over blocks of scores gives the log-sum-exp of flash_attention",
+    "Maximum plus logarithm of the total, in the natural logarithm, of scaled scores.",
+)
+def _(parts, t):
+    q, k, v = heads(2, 3, t_q=5, t_k=11, d_head=4, d_v=6, seed=210)
+    blocks = list(whole_scores(q, k).split(4, dim=-1))
+    maximum, total = t.call(parts["online_softmax"], blocks)
+    _, lse = t.call(parts["flash_attention"], q, k, v, False, 2, 3)
+    t.close(lse, (maximum + total.log()).double(), "the log-sum-exp")
+
+
+@joint.requires(
+    "MultiHeadAttention on FlashAttention gives what it gave before, RoPE included",
+    "FlashAttention gets heads as split_heads lays them out: `(B, H, T, d_head)`, not "
+    "contiguous, keys and values repeated by repeat_kv.",
+)
+def _(parts, t):
+    layer = filled(t.call(parts["MultiHeadAttention"], 24, 6, 2, 4))
+    x, at = probe(2, 11, 24, seed=220), torch.arange(11)
+    mask = t.call(parts["causal_mask"], 11)
+
+    def turn(heads):
+        return parts["rope"](heads, at)
+
+    for rotate in (None, turn):
+        before = t.call(layer, x, mask, rotate)
+        after = t.call(through_flash, parts, layer, 6, 2, x, None, rotate)
+        what = f"the layer's output {'with' if rotate else 'without'} RoPE"
+        t.close(after, before.double(), what, like=x)
+
+
+@joint.requires(
+    "a whole Transformer gives the same logits and the same gradients",
+    "Every block's attention is replaced. If the logits agree and the gradients do not, "
+    "look at the backward pass.",
+)
+def _(parts, t):
+    config = parts["TransformerConfig"](
+        *(17, 24, 2, 6, 2, 4, 20, 16)  # vocabulary, widths, layers, heads, d_ff, length
+    )
+    model = filled(t.call(parts["Transformer"], config))
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], list(range(2, 13))])
+
+    def gradients(model, ids):
+        model.zero_grad()
+        logits = model(ids)
+        (logits * probe(*logits.shape, seed=230)).sum().backward()
+        return tuple(p.grad.clone() for p in model.parameters())
+
+    before, slopes = t.call(model, ids), t.call(gradients, model, ids)
+    for block in model.blocks:
+        block.attention.forward = partial(through_flash, parts, block.attention, 6, 2)
+    t.close(t.call(model, ids), before.double(), "the logits")
+    ours = t.call(gradients, model, ids)
+    for (name, _), mine, slope in zip(
+        model.named_parameters(), ours, slopes, strict=True
+    ):
+        t.close(mine, slope.double(), f"the gradient of {name}")
+
+
+def contiguous_only(q, k, v, causal=False, block_q=64, block_k=64):
+    for x in (q, k, v):
+        x.view(-1, x.shape[-1])
+    return blockwise()(q, k, v, causal, block_q, block_k)
+
+
+def time_first(q, k, v, causal=False, block_q=64, block_k=64):
+    q, k, v = (x.transpose(-3, -2) if x.dim() > 3 else x for x in (q, k, v))
+    out, lse = blockwise()(q, k, v, causal, block_q, block_k)
+    return (out.transpose(-3, -2), lse.mT) if out.dim() > 3 else (out, lse)
+
+
+def on(forward, backward_with=None):
+    """A `FlashAttention` on another forward pass, with its parts for the joint."""
+
+    class FlashAttention(gradient_with(**(backward_with or {}))):
+        @staticmethod
+        def forward(ctx, q, k, v, causal=False, block_q=64, block_k=64):
+            output, lse = forward(q, k, v, causal, block_q, block_k)
+            ctx.save_for_backward(q, k, v, output, lse)
+            ctx.settings = causal, block_q, block_k
+            return output
+
+    return {"flash_attention": forward, "FlashAttention": FlashAttention}
+
+
+joint.fault(
+    "blocks_aligned_top_left",
+    "The blocks' causal mask is aligned top-left, that of `causal_mask` bottom-right: "
+    "with fewer queries than keys, the queries are the last positions.",
+    {"flash_attention": blockwise(mask="top_left", end=lambda rows, offset: rows.stop)},
+)
+joint.fault(
+    "causal_where_not_asked",
+    "`flash_attention` is causal although nobody asked for it.",
+    {
+        "flash_attention": lambda q, k, v, causal=False, block_q=64, block_k=64: (
+            blockwise()(q, k, v, True, block_q, block_k)
+        )
+    },
+)
+joint.fault(
+    "mask_means_hidden",
+    "`causal_mask` says True where a query may not look. Here True means “may look”.",
+    {
+        "causal_mask": lambda t_q, t_k=None: torch.ones(
+            t_q, t_k or t_q, dtype=torch.bool
+        ).triu((t_k or t_q) - t_q + 1)
+    },
+)
+joint.fault(
+    "logarithms_of_two_bases",
+    "`flash_attention` gives its log-sum-exp in base 2, `online_softmax` is natural.",
+    {
+        "flash_attention": blockwise(
+            lse=lambda m, total: (m + total.log()) / math.log(2)
+        )
+    },
+)
+joint.fault(
+    "scores_not_scaled_alike",
+    "The log-sum-exp of `flash_attention` is not that of the scaled scores.",
+    {
+        "flash_attention": lambda q, k, v, *more: (
+            blockwise()(q, k, v, *more)[0],
+            blockwise(scale=lambda d, d_v, n: 1.0)(q, k, v, *more)[1],
+        )
+    },
+)
+joint.fault(
+    "contiguous_only",
+    "`FlashAttention` wants contiguous heads, and split_heads gives a transposed view. "
+    "`reshape`, or slices, take any layout where `view` does not.",
+    on(contiguous_only),
+)
+joint.fault(
+    "time_and_heads_exchanged",
+    "Time and heads are exchanged: the blocks run over the heads.",
+    {"FlashAttention": on(time_first)["FlashAttention"]},
+)
+joint.fault(
+    "keys_and_values_tiled",
+    "repeat_kv tiles the heads 0, 1, 0, 1; neighbouring query heads share: 0, 0, 1, 1.",
+    {"repeat_kv": lambda x, group_size: x.repeat(1, group_size, 1, 1)},
+)
+joint.fault(
+    "two_results",
+    "`FlashAttention.apply` gives output and log-sum-exp, and the layer expects heads.",
+    {"FlashAttention": gradient_with(finish=lambda out, lse: (out, lse))},
+)
+joint.fault(
+    "backward_without_mask",
+    "The logits agree, the gradients do not: the backward pass forgets the mask.",
+    {"FlashAttention": gradient_with(mask=False)},
+)
+joint.fault(
+    "backward_without_row_sums",
+    "The logits agree, the gradients do not: the backward pass lacks D, the sum of "
+    "dO ∘ O.",
+    {"FlashAttention": gradient_with(d_s=lambda p, d_p, row: p * d_p)},
+)
+joint.fault(
+    "backward_without_scale",
+    "The logits agree, the gradients do not: those of queries and keys lack the scale.",
+    {"FlashAttention": gradient_with(q_scale=1.0, k_scale=1.0)},
+)
