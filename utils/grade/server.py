@@ -1,0 +1,201 @@
+"""Warm processes that answer requests, each by one confined fork of themselves.
+
+The grader talks to two kinds. An `Engine` holds torch and the checks; a `Blind` holds
+torch alone. Neither ever runs a learner's code itself, and a dead one is replaced.
+"""
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+
+from utils import course
+from utils.grade import sandbox
+from utils.grade.sandbox import Ending
+
+REPLAY_SECONDS = 40
+
+
+class Gone(Exception):
+    """The server has ended or did not answer in time."""
+
+
+# The grader's side --------------------------------------------------------------------
+
+
+class Client:
+    """Talks to one server of a kind, and starts another if it is gone."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.process = None
+
+    def ask(self, what: str, *args, seconds: float = 300):
+        if self.process is None:
+            self._start()
+        process = self.process
+        watch = threading.Timer(seconds, process.kill)
+        watch.start()
+        try:
+            write(process.stdin, (what, args))
+            return read(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            self.close()
+            raise Gone(f"the {self.kind} process ended") from error
+        finally:
+            watch.cancel()
+            if not sandbox.CAN_FORK and what in ("examine", "replay"):
+                self.close()  # a learner's code has run in it
+
+    def _start(self):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("COURSE_")}
+        one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        no_gpu = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, self.kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=course.ROOT,
+            env={**kept, **one_thread, **no_gpu},
+        )
+
+    def close(self):
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                try:
+                    stream.close()
+                except OSError:
+                    pass
+
+
+def write(stream, value):
+    data = pickle.dumps(value)
+    stream.write(len(data).to_bytes(8, "big") + data)
+    stream.flush()
+
+
+def read(stream):
+    size = stream.read(8)
+    if len(size) < 8:
+        raise EOFError
+    return pickle.loads(stream.read(int.from_bytes(size, "big")))
+
+
+# The servers' side --------------------------------------------------------------------
+
+
+def confined(function, seconds) -> Ending:
+    """`function()` in a process of its own, or here where there is no fork."""
+    if sandbox.CAN_FORK:
+        return sandbox.run(lambda lacks: function(), seconds)
+    return Ending(function())
+
+
+class Engine:
+    """Holds the checks."""
+
+    def __init__(self):
+        from utils.check import import_specifications
+
+        import_specifications()
+        self.scripts = {}
+        self.before = None
+
+    def examine(self, answer) -> dict:
+        from utils.exercise import Exercise
+        from utils.grade import examine
+
+        exercise = Exercise.registry[answer.name]
+        examine.warm(exercise)
+        self.before = examine.fingerprint()
+        wrong = random.sample(
+            exercise.faults, min(examine.KNOWN_WRONG, len(exercise.faults))
+        )
+        ending = confined(
+            lambda: examine.examine(answer, self.before, wrong),
+            examine.seconds_for(exercise),
+        )
+        if ending.sent is None:
+            return {"status": "error", "fault": "no_verdict", "lines": [ending.reason]}
+        return json.loads(ending.sent)
+
+    def script(self, name) -> bytes:
+        """The calls that the checks of an exercise make."""
+        from utils.exercise import Exercise
+        from utils.grade import record
+
+        return pickle.dumps(record.script_of(Exercise.registry[name]))
+
+    def calibrate(self, script: bytes, runs: list[bytes]) -> tuple[bytes, int]:
+        """Keep the steps that the reference gives again; returns how many results."""
+        from utils.grade import record, replay
+
+        found = record.calibrate(
+            pickle.loads(script), [replay.unpacked(each) for each in runs]
+        )
+        return pickle.dumps(found), record.results(found)
+
+    def unmet(self, name, script: bytes, sent: bytes) -> list[str] | None:
+        """The requirements that the results of a blind run do not meet."""
+        from utils.exercise import Exercise
+        from utils.grade import record, replay
+
+        if name not in self.scripts:
+            self.scripts[name] = pickle.loads(script)
+
+        def judge():
+            found = replay.unpacked(sent)
+            left = record.unmet(Exercise.registry[name], self.scripts[name], found)
+            return json.dumps(left).encode()
+
+        ending = confined(judge, REPLAY_SECONDS)
+        return None if ending.sent is None else json.loads(ending.sent)
+
+
+class Blind:
+    """Holds torch, and neither checks nor answers."""
+
+    def __init__(self):
+        from utils.grade import namespace, replay  # noqa: F401
+
+    def replay(self, answer, script: bytes, seed=0) -> Ending:
+        from utils.grade import namespace, replay
+
+        def go():
+            found, _ = namespace.load(answer)
+            made = found.get(answer.name)
+            return replay.packed(replay.run(pickle.loads(script), made, seed))
+
+        return confined(go, REPLAY_SECONDS)
+
+    def missing(self) -> list[str]:
+        return sandbox.missing()
+
+
+def serve(kind: str):
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(nowhere, stream)
+    import torch
+
+    torch.set_num_threads(1)
+    server = {"engine": Engine, "blind": Blind}[kind]()
+    sandbox.measure()
+    while True:
+        try:
+            what, args = read(requests)
+        except EOFError:
+            return
+        write(replies, getattr(server, what)(*args))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
