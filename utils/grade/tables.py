@@ -248,4 +248,4 @@ def write(grades: Grades, out: Path) -> None:
         **{page_name(each): learner_page(grades, each) for each in grades.learners},
     }
     for name, text in files.items():
-        (out / name).write_text(text, encoding="utf-8", newline="\n")
+        (out / name).write_bytes(text.encode("utf-8", "replace"))
