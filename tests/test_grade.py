@@ -1,5 +1,6 @@
 """Grading: right answers pass, hostile ones neither stop it nor harm nor earn."""
 
+import contextlib
 import csv
 import json
 import os
@@ -19,6 +20,7 @@ from utils.grade.run import Grades, Result, grade
 from utils.grade.submissions import exercise_cell, read
 
 START, ATTENTION = "00_start", "02_attention"
+LINUX = sys.platform.startswith("linux")
 WRONG = "def softmax(x, dim=-1):\n    return x\n"
 
 
@@ -100,7 +102,8 @@ HOSTILE = {
     "redefines check": trick("def check(answer, name=None):\n    return answer"),
     "replaces a function of torch": trick("import torch\ntorch.equal = max"),
     "replaces a method of tensors": trick(
-        "import torch\nTensor = torch.Tensor\nTensor.max = lambda *a, **k: a[0].new_zeros(())"
+        "import torch\nTensor = torch.Tensor\n"
+        "Tensor.max = lambda *a, **k: a[0].new_zeros(())"
     ),
     "replaces the comparison": trick(
         SYS,
@@ -113,14 +116,11 @@ HOSTILE = {
         """,
     ),
     "replaces the oracle": trick(
-        SYS,
-        """
-        start = modules.get("utils.exercises.start")
-        for name in ("F", "torch"):
-            if hasattr(start, name):
-                setattr(getattr(start, name), "softmax", lambda x, dim: x)
-        return x
-        """,
+        SYS
+        + """
+setattr(modules["torch"], "softmax", lambda x, dim=-1, *a, **k: x * 1.0)
+""",
+        "return x * 1.0",
     ),
     "empties the requirements": trick(
         SYS,
@@ -217,8 +217,8 @@ text = pathlib.Path({str(course.ROOT)!r}, "solutions/00_start.ipynb").read_text(
         """
         folder = tempfile.gettempdir()
         for number in range(10):
-            with os.fdopen(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), "wb") as f:
-                f.write(bytes(20 << 20))
+            file = os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY)
+            os.write(file, bytes(20 << 20))
         return x
         """,
     ),
@@ -259,6 +259,17 @@ text = pathlib.Path({str(course.ROOT)!r}, "solutions/00_start.ipynb").read_text(
     "is empty": "",
 }
 
+# Where memory and processes have no limit, nobody should try these.
+UNLIMITED = (
+    "ends its parent",
+    "has children without end",
+    "starts threads without end",
+    "takes 100 GB piece by piece",
+)
+if not LINUX:
+    for each in UNLIMITED:
+        del HOSTILE[each]
+
 
 def delete_files(folder) -> str:
     return trick(
@@ -292,8 +303,18 @@ HARMLESS = {
     ),
     "wrong one at the end": with_cells(
         without_metadata(submission(softmax=RIGHT)),
-        lambda cells: [*cells, type(cells[0])({**cells[-1], "cell_type": "code",
-                       "source": WRONG, "outputs": [], "execution_count": None})],
+        lambda cells: [
+            *cells,
+            type(cells[0])(
+                {
+                    **cells[-1],
+                    "cell_type": "code",
+                    "source": WRONG,
+                    "outputs": [],
+                    "execution_count": None,
+                }
+            ),
+        ],
     ),
     "metadata lost": without_metadata(submission(softmax=RIGHT)),
     "checks in the cell": submission(softmax=RIGHT + "\nsoftmax = check(softmax)\n"),
@@ -382,8 +403,9 @@ class Class:
         self.broken = broken_files(self.folder)
         for name, source in HOSTILE.items():
             hand_in(self.folder, f"hostile {name}", submission(softmax=source))
-        deleting = delete_files(self.precious)
-        hand_in(self.folder, "hostile deletes files", submission(softmax=deleting))
+        if LINUX:
+            deleting = delete_files(self.precious)
+            hand_in(self.folder, "hostile deletes files", submission(softmax=deleting))
         for name, made in CHECK_CELLS.items():
             hand_in(self.folder, f"wrong, {name}", made)
         for name, made in HARMLESS.items():
@@ -461,12 +483,10 @@ def graded(tmp_path_factory):
     return Class(tmp_path_factory.mktemp("class"))
 
 
-FULL = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="what Linux alone can confine"
-)
+FULL = pytest.mark.skipif(not LINUX, reason="what Linux alone can confine")
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "deletes files"])
+@pytest.mark.parametrize("name", [*HOSTILE, *["deletes files"] * LINUX])
 def test_a_hostile_answer_earns_nothing(graded, name):
     result = graded.of(f"hostile {name}")
     assert result.points == 0
@@ -567,7 +587,9 @@ def test_breaking_a_solved_answer_is_noticed(graded):
         assert status == ("failed" if name == "causal_mask" else "passed")
 
 
-def test_a_known_fault_bears_its_name_and_an_answer_is_built_on_the_learner_s_own(graded):
+def test_a_known_fault_bears_its_name_and_an_answer_is_built_on_the_learner_s_own(
+    graded,
+):
     faults = {n: graded.of("a known fault", n) for n in exercises(ATTENTION)}
     assert faults["attention_weights"].fault == "no_scaling"
     assert faults["attention"].status == "failed"
@@ -635,7 +657,11 @@ def test_the_table_aligns_wide_names():
     lesson = course.lessons()[0]
     results = [Result(n, lesson, "softmax", "passed") for n in ("名前", "a", "Zoë")]
     lines = tables.as_text(Grades(results, [], [])).splitlines()
-    assert lines[2:] == ["名前  ✓        1/1", "a     ✓        1/1", "Zoë   ✓        1/1"]
+    assert lines[2:] == [
+        "名前  ✓        1/1",
+        "a     ✓        1/1",
+        "Zoë   ✓        1/1",
+    ]
 
 
 # The command line and what it reads ---------------------------------------------------
@@ -757,10 +783,8 @@ def test_a_process_sends_what_it_returns():
 def test_a_process_that_says_too_much_or_nothing_has_said_nothing():
     def forge(lacks):
         for number in range(3, 40):
-            try:
+            with contextlib.suppress(OSError):
                 os.write(number, b"passed")
-            except OSError:
-                pass
         return b"ok"
 
     assert sandbox.run(forge, 10).sent is None

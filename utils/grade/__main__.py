@@ -35,7 +35,9 @@ def main(arguments=None) -> int:
     if not options.folder.is_dir():
         print(f"{options.folder} is not a folder.", file=sys.stderr)
         return 2
-    known = {n for each in course.lessons() for n in (each.file, each.slug, each.number)}
+    known = {
+        n for each in course.lessons() for n in (each.file, each.slug, each.number)
+    }
     for name in options.lesson:
         if name not in known:
             print(f"There is no lesson {name}.", file=sys.stderr)

@@ -95,7 +95,9 @@ def examine(answer: Answer, before: dict, wrong: list) -> bytes:
         with time_limit(CELL_SECONDS):
             namespace, problems = load(answer)
     except TimeUp:
-        return _json("failed", "time_limit", answer, ["Its cell does not come to an end."])
+        return _json(
+            "failed", "time_limit", answer, ["Its cell does not come to an end."]
+        )
     finally:
         sys.modules["utils.check"] = checks
     if answer.name not in namespace:

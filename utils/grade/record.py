@@ -36,7 +36,7 @@ class Recorder:
     def __init__(self, exercise, script=None, found=()):
         self.reference = exercise.reference
         self.played = {
-            number: each
+            number: (each, script.steps[number].expected)
             for number, each in enumerate(found)
             if script.steps[number].compared
         }
@@ -99,7 +99,7 @@ class Recorder:
             self.inside = False
         played = self.played.get(len(self.script.steps) - 1)
         if played is not None:
-            return instead(played, caught, inputs)
+            return instead(*played, caught, inputs)
         if "error" in caught:
             raise caught["error"]
         return caught["value"]
@@ -122,10 +122,10 @@ class Recorder:
             except BaseException:
                 if number is not None:
                     recorder.script.steps[number].expected = {"raised": True}
-                if recorder.played.get(number, {"raised": True}) == {"raised": True}:
+                if recorder.played.get(number, RAISED)[0] == RAISED[0]:
                     raise
             else:
-                if recorder.played.get(number) == {"raised": True}:
+                if recorder.played.get(number, (None,))[0] == RAISED[0]:
                     raise Different
             finally:
                 recorder.inside = outer
@@ -236,27 +236,33 @@ class _Instead(torch.autograd.Function):
         return gradient, None
 
 
-def instead(played: dict, caught: dict, inputs):
+RAISED = ({"raised": True}, None)
+
+
+def instead(played: dict, expected: dict, caught: dict, inputs):
     """Return, raise and leave behind what the answer did, not the reference."""
-    for tensor, (data, grad) in zip(inputs, played.get("left", ()), strict=False):
-        if not same_exactly(tensor, data):
+    pairs = zip(played.get("left", ()), expected.get("left", ()), strict=False)
+    for tensor, ((data, grad), (own_data, own_grad)) in zip(
+        inputs, pairs, strict=False
+    ):
+        if not same_exactly(own_data, data):
             tensor.data = data
-        if grad is None or tensor.grad is None:
-            tensor.grad = grad
-        elif not same_exactly(tensor.grad, grad):
-            if tensor.grad.shape != grad.shape:
-                raise Different
+        if grad is None or own_grad is None or tensor.grad is None:
+            tensor.grad = tensor.grad if grad is own_grad else grad
+        elif not same_exactly(own_grad, grad):
             tensor.grad.copy_(grad)
-    if "result" not in played:
-        raise caught.get("error") if played.get("raised") and "error" in caught else (
-            Different
-        )
-    return _shaped_like(caught.get("value"), played["result"])
+    if "result" in played:
+        return _shaped_like(caught.get("value"), played["result"])
+    if "raised" in played and "error" in caught:
+        raise caught["error"]
+    raise Different
 
 
 def same_exactly(one, other) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and bool(
-        ((one == other) | ((one != one) & (other != other))).all()
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and bool(((one == other) | ((one != one) & (other != other))).all())
     )
 
 

@@ -87,10 +87,13 @@ def send(value, made):
         return SimpleNamespace(**{k: send(v, made) for k, v in vars(value).items()})
     if is_dataclass(value) and not isinstance(value, type):
         named = {f.name: getattr(value, f.name) for f in fields(value)}
-        return Record(type(value).__name__, {k: send(v, made) for k, v in named.items()})
-    if isinstance(value, nn.Module) and _of_torch(type(value)):
-        if all(_of_torch(type(each)) for each in value.modules()):
-            return copy.deepcopy(value)
+        return Record(
+            type(value).__name__, {k: send(v, made) for k, v in named.items()}
+        )
+    if isinstance(value, nn.Module) and all(
+        _of_torch(type(each)) for each in value.modules()
+    ):
+        return copy.deepcopy(value)
     plain = (int, float, str, bytes, bool, type(None), range)
     if type(value) in (*plain, torch.dtype, torch.device, torch.Size):
         return value
@@ -123,9 +126,7 @@ def receive(value, objects):
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(receive(each, objects) for each in value)
     if type(value) is dict:
-        return {
-            receive(k, objects): receive(v, objects) for k, v in value.items()
-        }
+        return {receive(k, objects): receive(v, objects) for k, v in value.items()}
     if type(value) is SimpleNamespace:
         return SimpleNamespace(
             **{k: receive(v, objects) for k, v in vars(value).items()}

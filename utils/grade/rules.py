@@ -64,14 +64,13 @@ def _reason(node, imported, lesson) -> str | None:
             return f"It calls `{name}`."
         if name in ("setattr", "delattr") and _root(node.args[:1]) in imported:
             return f"It changes `{ast.unparse(node.args[0])}`, which is not its own."
-    if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(
-        node.ctx, (ast.Store, ast.Del)
+    written = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
+    if written and not isinstance(node, ast.Name) and _root([node]) in imported:
+        return f"It changes `{ast.unparse(node)}`, which is not its own."
+    if isinstance(node, ast.Attribute) and (
+        node.attr in ATTRIBUTES or (_root([node]) == "sys" and node.attr in SYS)
     ):
-        if _root([node]) in imported:
-            return f"It changes `{ast.unparse(node)}`, which is not its own."
-    if isinstance(node, ast.Attribute):
-        if node.attr in ATTRIBUTES or (_root([node]) == "sys" and node.attr in SYS):
-            return f"It uses `{node.attr}`."
+        return f"It uses `{node.attr}`."
     if isinstance(node, ast.Constant) and node.value in ATTRIBUTES:
         return f"It names `{node.value}`."
     return None

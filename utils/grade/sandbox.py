@@ -9,10 +9,12 @@ import ctypes
 import hmac
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +72,7 @@ def run(function, seconds: float) -> Ending:
     finally:
         os.close(reading)
         if root:
-            _remove(root)
+            shutil.rmtree(root, ignore_errors=True)
     signature, sent = received[:32], received[32:]
     if hmac.compare_digest(signature, hmac.digest(key, sent, "sha256")):
         return Ending(sent)
@@ -112,16 +114,7 @@ def _receive(reading, warden, seconds):
         wait = min(2 * wait, 0.02)
 
 
-def _remove(root):
-    try:
-        os.rmdir(root)
-    except OSError:
-        import shutil
-
-        shutil.rmtree(root, ignore_errors=True)
-
-
-# The warden: starts the learner's process, ends it, and all that it has started --------
+# The warden: starts the learner's process, ends it, and all that it started -----------
 
 
 def _watch(function, key, writing, seconds, root) -> int:
@@ -164,15 +157,9 @@ def _silence(keep):
     last = max(keep, nowhere)
     for number in range(3, last):
         if number != keep:
-            _close(number)
+            with suppress(OSError):
+                os.close(number)
     os.closerange(last + (last == keep), 4096)
-
-
-def _close(number):
-    try:
-        os.close(number)
-    except OSError:
-        pass
 
 
 def _sweep():
@@ -184,11 +171,9 @@ def _sweep():
         if not children:
             return
         for child in children:
-            try:
+            with suppress(OSError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-            except OSError:
-                pass
 
 
 def _children(pid) -> list[int]:

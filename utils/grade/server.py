@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 from utils import course
 from utils.grade import sandbox
@@ -53,7 +54,11 @@ class Client:
     def _start(self):
         kept = {k: v for k, v in os.environ.items() if not k.startswith("COURSE_")}
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        no_gpu = {"MPLBACKEND": "agg", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        no_gpu = {
+            "MPLBACKEND": "agg",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONWARNINGS": "ignore",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__, self.kind],
             stdin=subprocess.PIPE,
@@ -68,10 +73,8 @@ class Client:
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
-                try:
+                with suppress(OSError):
                     stream.close()
-                except OSError:
-                    pass
 
 
 def write(stream, value):

@@ -146,7 +146,10 @@ def as_junit(grades: Grades) -> str:
         )
         for r in results:
             case = ElementTree.SubElement(
-                suite, "testcase", classname=_for_xml(f"{learner}.{file}"), name=r.exercise
+                suite,
+                "testcase",
+                classname=_for_xml(f"{learner}.{file}"),
+                name=r.exercise,
             )
             if r.status != PASSED:
                 kind = "error" if r.status == ERROR else "failure"
@@ -163,9 +166,10 @@ def _for_xml(text: str) -> str:
 # A page a learner ---------------------------------------------------------------------
 
 STYLE = (
-    "body { font-family: sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }"
-    " table { border-collapse: collapse } td, th { padding: 2px 10px; text-align: left }"
-    " .report { margin: 0.8em 0 }"
+    "body { font-family: sans-serif; max-width: 60em; margin: 2em auto } "
+    "table { border-collapse: collapse } "
+    "td, th { padding: 2px 10px; text-align: left; vertical-align: top } "
+    ".report { margin: 0.8em 0 }"
 )
 
 
@@ -179,10 +183,13 @@ def page_name(learner: str) -> str:
 def learner_page(grades: Grades, learner: str) -> str:
     """The feedback on every exercise, as the notebook would have shown it."""
     body = []
-    for (who, file), results in _rows(grades).items():
+    for (who, _), results in _rows(grades).items():
         if who != learner:
             continue
-        points, possible = sum(r.points for r in results), sum(r.possible for r in results)
+        points, possible = (
+            sum(r.points for r in results),
+            sum(r.possible for r in results),
+        )
         lesson = results[0].lesson
         body.append(f"<h2>{code(f'{lesson.number} {lesson.title}')}</h2>")
         body.append(f"<p>{points} of {possible} points</p>")
