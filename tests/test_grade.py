@@ -141,8 +141,8 @@ setattr(modules["torch"], "softmax", lambda x, dim=-1, *a, **k: x * 1.0)
         frame = frame_of()
         while frame is not None:
             seen = getattr(frame, "f_" + "globals")
-            if "reference_part" in seen:
-                return seen["reference_part"]("start", "softmax")(x, dim)
+            if "find_exercise" in seen:
+                return seen["find_exercise"]("softmax").reference(x, dim)
             frame = getattr(frame, "f_" + "back")
         return x
         """,
@@ -502,7 +502,7 @@ def test_a_hostile_answer_earns_nothing(graded, name):
         ("imports itself", "forbidden"),
         ("replaces the comparison", "tampered"),
         ("replaces the oracle", "tampered"),
-        ("empties the requirements", "tampered"),
+        ("empties the requirements", "broke_the_check"),
         ("takes the reference from the modules", "not_reproduced"),
         ("takes the reference from a frame", "not_reproduced"),
         ("writes a verdict everywhere", "no_verdict"),
@@ -591,7 +591,7 @@ def test_a_known_fault_bears_its_name_and_an_answer_is_built_on_the_learner_s_ow
     graded,
 ):
     faults = {n: graded.of("a known fault", n) for n in exercises(ATTENTION)}
-    assert faults["attention_weights"].fault == "no_scaling"
+    assert faults["attention_weights"].fault == "divided_by_d_head"
     assert faults["attention"].status == "failed"
     assert faults["causal_mask"].status == "passed"
     assert faults["padding_mask"].status == "missing"
@@ -633,12 +633,12 @@ def test_the_tables_agree(graded):
     assert len(cases) == len(rows)
     assert len(passed) == sum(row["status"] == "passed" for row in rows)
     text = (graded.out / "grades.txt").read_text(encoding="utf-8")
-    assert "no_scaling" in text and "What went wrong how often" in text
+    assert "divided_by_d_head" in text and "What went wrong how often" in text
 
 
 def test_the_class_s_faults_are_counted(graded):
     counted = {(e, f): n for e, f, n, _ in tables.faults(graded.grades)}
-    assert counted["attention_weights", "no_scaling"] == 1
+    assert counted["attention_weights", "divided_by_d_head"] == 1
     forbidden = [r for r in graded.grades.results if r.fault == "forbidden"]
     softmax = [r for r in forbidden if r.exercise == "softmax"]
     assert counted["softmax", "forbidden"] == len(softmax) >= 3

@@ -1,4 +1,4 @@
-"""nbgrader on the solution notebooks as they are, and the same scores as `make grade`."""
+"""nbgrader on the solution notebooks as they are; it agrees with `make grade`."""
 
 import csv
 import json

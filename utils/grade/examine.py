@@ -103,7 +103,11 @@ def examine(answer: Answer, before: dict, wrong: list) -> bytes:
     if answer.name not in namespace:
         lines = problems or [f"The cell does not define `{answer.name}`."]
         return _json("failed", "not_defined", answer, lines)
-    report = evaluate(namespace[answer.name], answer.name)
+    try:
+        report = evaluate(namespace[answer.name], answer.name)
+    except BaseException as error:
+        lines = [*problems, f"The check broke on it: {type(error).__name__}."]
+        return _json("failed", "broke_the_check", answer, lines)
     if report.status == "passed":
         meddled = changed(before)[:3]
         if meddled:

@@ -56,6 +56,8 @@ def run_cell(source, filename, namespace) -> list[str]:
     try:
         exec(compile(source, filename, "exec", dont_inherit=True), namespace)
     except BaseException as error:
+        if type(error).__name__ == "TimeUp":  # of the caller's, not the cell's
+            raise
         own = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
@@ -63,9 +65,16 @@ def run_cell(source, filename, namespace) -> list[str]:
         ]
         at = getattr(error, "lineno", None) or (own[-1].lineno if own else None)
         where = f" (line {at})" if at else ""
-        text = " ".join(str(error).split())[:300]
+        text = _text(error)
         return [f"The cell itself raised {type(error).__name__}{where}: {text}"]
     return []
+
+
+def _text(error) -> str:
+    try:
+        return " ".join(str(error).split())[:300]
+    except BaseException:
+        return "(and no text)"
 
 
 def _offer_parts(answer: Answer):

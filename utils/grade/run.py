@@ -14,7 +14,7 @@ from utils import course
 from utils.grade import rules
 from utils.grade.namespace import Answer
 from utils.grade.server import Client, Gone
-from utils.grade.submissions import Submission, collect, defined, parse
+from utils.grade.submissions import Submission, collect, defined, parse, runnable
 from utils.progress import progress
 
 PASSED, FAILED, TODO, MISSING, ERROR = "passed", "failed", "todo", "missing", "error"
@@ -235,7 +235,7 @@ def answer_of(lesson, name: str, cells: dict[str, str]) -> Answer:
         before.update(dict.fromkeys(each.exercises, each.slug))
     return Answer(
         name,
-        [cells[n] for n in _needed(lesson, name, cells)],
+        [runnable(cells[n]) for n in _needed(lesson, name, cells)],
         _imports(lesson.file, name),
         before,
         {slug: _module(slug) for slug in set(before.values())},

@@ -252,6 +252,17 @@ def parse(source: str) -> ast.Module | None:
     return None
 
 
+def runnable(source: str) -> str:
+    """A cell as Python alone can run it."""
+    try:
+        ast.parse(source)
+    except SyntaxError:
+        return plain(source)
+    except (ValueError, RecursionError, MemoryError):
+        pass
+    return source
+
+
 def plain(source: str) -> str:
     """A cell without the lines that are for IPython alone (`%time`, `!ls`)."""
     return re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", source)
