@@ -88,7 +88,10 @@ def deleted(made, name):
 
 SYS = 'import sys\nmodules = getattr(sys, "mod" + "ules")\n'
 FRAMES = 'import sys\nframe_of = getattr(sys, "_get" + "frame")\n'
-EXEC = 'run = globals()["__built" + "ins__"]\nrun = getattr(run, "ex" + "ec", None)\n'
+EXEC = """
+known = globals()["__built" + "ins__"]
+run = known["ex" + "ec"] if isinstance(known, dict) else getattr(known, "ex" + "ec")
+"""
 
 
 def trick(before: str, body: str = "return x") -> str:
@@ -151,8 +154,8 @@ setattr(modules["torch"], "softmax", lambda x, dim=-1, *a, **k: x * 1.0)
         EXEC
         + f"""
 import pathlib
-found = {{}}
-run(pathlib.Path({str(course.ROOT)!r}, "solutions", "start.py").read_text(), found)
+READ, found = "read_" + "text", {{}}
+run(getattr(pathlib.Path({str(course.ROOT)!r}, "solutions", "start.py"), READ)(), found)
 """,
         'return found["softmax"](x, dim)',
     ),
@@ -160,7 +163,9 @@ run(pathlib.Path({str(course.ROOT)!r}, "solutions", "start.py").read_text(), fou
     "reads the solution notebook": trick(
         f"""
 import json, pathlib
-text = pathlib.Path({str(course.ROOT)!r}, "solutions/00_start.ipynb").read_text()
+path = pathlib.Path({str(course.ROOT)!r}, "solutions/00_start.ipynb")
+with path.open() as file:
+    text = file.read()
 """
     ),
     "writes a verdict everywhere": trick(
@@ -483,11 +488,14 @@ def graded(tmp_path_factory):
     return Class(tmp_path_factory.mktemp("class"))
 
 
+FILES = sandbox.SENTENCES["files"]
 FULL = pytest.mark.skipif(not LINUX, reason="what Linux alone can confine")
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, *["deletes files"] * LINUX])
 def test_a_hostile_answer_earns_nothing(graded, name):
+    if name == "reads the reference" and FILES in graded.grades.unprotected:
+        pytest.skip(FILES)
     result = graded.of(f"hostile {name}")
     assert result.points == 0
     assert result.status in ("failed", "error", "todo", "missing"), result
@@ -741,6 +749,7 @@ def test_which_cell_is_the_answer():
         "x = getattr(softmax, '__globals__')",
         "exec('1')",
         "open('file')",
+        "from pathlib import Path\nPath('solutions/start.py').read_text()",
     ],
 )
 def test_what_no_answer_needs_is_seen(source):

@@ -35,6 +35,8 @@ ATTRIBUTES = {
     "f_globals",
     "f_locals",
     "gi_frame",
+    "read_bytes",
+    "read_text",
     "tb_frame",
 }
 SYS = {"modules", "path", "meta_path", "settrace", "setprofile"}

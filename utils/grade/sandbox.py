@@ -73,13 +73,18 @@ def run(function, seconds: float) -> Ending:
         os.close(reading)
         if root:
             shutil.rmtree(root, ignore_errors=True)
-    signature, sent = received[:32], received[32:]
-    if hmac.compare_digest(signature, hmac.digest(key, sent, "sha256")):
-        return Ending(sent)
     if code == STOPPED:
         return Ending(None, f"it was stopped after {seconds:g} seconds")
     if len(received) > ANSWER:
         return Ending(None, "it sent more than fits")
+    return verified(key, received)
+
+
+def verified(key: bytes, received: bytes) -> Ending:
+    """What was sent under a key, and nothing else."""
+    signature, sent = received[:32], received[32:]
+    if hmac.compare_digest(signature, hmac.digest(key, sent, "sha256")):
+        return Ending(sent)
     if received:
         return Ending(None, "it sent something that is no verdict")
     return Ending(None, "its process ended before there was a verdict")
@@ -191,6 +196,7 @@ def _children(pid) -> list[int]:
 
 # What Linux can do --------------------------------------------------------------------
 
+NOBODY = 65534
 NEW_MOUNTS, NEW_USERS, NEW_IPC = 0x20000, 0x10000000, 0x8000000
 NEW_PROCESSES, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT = 1, 2, 4, 32
@@ -222,15 +228,13 @@ def _separate() -> set[str]:
     if not LINUX:
         return {"own processes", "network", "own files"}
     _libc().prctl(SUBREAPER, 1, 0, 0, 0)
-    if os.geteuid() != 0:
-        user, group = os.geteuid(), os.getegid()
-        try:
-            _unshare(NEW_USERS)
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-        except OSError:
-            pass  # the next calls will be refused too
+    lacks = _leave_namespaces()
+    if lacks and _own_users():
+        lacks = _leave_namespaces()
+    return lacks
+
+
+def _leave_namespaces() -> set[str]:
     lacks = set()
     for flag, what in (
         (NEW_NETWORK, "network"),
@@ -242,6 +246,19 @@ def _separate() -> set[str]:
         except OSError:
             lacks.add(what)
     return lacks
+
+
+def _own_users() -> bool:
+    """A user namespace, in which a user without privileges may do the rest."""
+    user, group = os.geteuid(), os.getegid()
+    try:
+        _unshare(NEW_USERS)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user or NOBODY} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group or NOBODY} {group} 1")
+    except OSError:
+        return False
+    return True
 
 
 def _confine(root, seconds, user, lacks) -> set[str]:
@@ -256,7 +273,7 @@ def _confine(root, seconds, user, lacks) -> set[str]:
         os.chdir(root or tempfile.gettempdir())
     os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd(), USER="learner")
     tempfile.tempdir = None
-    lacks |= _limit(seconds)
+    lacks |= _limit(seconds, "own processes" in lacks)
     if LINUX:
         lacks |= _lose_privileges(user)
         _libc().prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -329,7 +346,7 @@ def _show(root, path):
             _mount(None, inside, None, flags)
 
 
-def _limit(seconds) -> set[str]:
+def _limit(seconds, among_others) -> set[str]:
     try:
         import resource
     except ImportError:
@@ -353,9 +370,8 @@ def _limit(seconds) -> set[str]:
     lacks = set()
     if not LINUX or not limit(resource.RLIMIT_AS, _size() + MEMORY):
         lacks.add("memory")
-    allowed = PROCESSES
-    if os.geteuid() != 0 and LINUX:
-        allowed += _own_threads()
+    # Without a namespace all that the user runs counts.
+    allowed = PROCESSES + (_THREADS[0] if among_others else 0)
     if not LINUX or not limit(resource.RLIMIT_NPROC, allowed):
         lacks.add("processes")
     return lacks
@@ -388,16 +404,11 @@ def _owned(path) -> bool:
         return False
 
 
-def _own_threads() -> int:
-    """What counts against a user's limit outside of a user namespace of its own."""
-    return _THREADS[0]
-
-
 def _lose_privileges(user) -> set[str]:
     lacks = set()
     if os.geteuid() == 0:
         lacks.add("user")
-        for each in (user, 65534):
+        for each in (user, NOBODY):
             try:
                 os.setgroups([])
                 os.setresgid(each, each, each)
