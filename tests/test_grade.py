@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.notebooks import lesson_notebook
+from tests.notebooks import environment, lesson_notebook
 from utils import build, course
 from utils.grade import rules, sandbox, tables
 from utils.grade.__main__ import main
@@ -485,6 +486,8 @@ def broken_answer(file, name) -> str:
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
+    if not sandbox.CAN_FORK:
+        pytest.skip("a Python for every answer of this class takes too long")
     return Class(tmp_path_factory.mktemp("class"))
 
 
@@ -799,6 +802,38 @@ def test_a_process_that_says_too_much_or_nothing_has_said_nothing():
     assert sandbox.run(forge, 10).sent is None
     assert sandbox.run(lambda lacks: os._exit(0), 10).sent is None
     assert "stopped" in sandbox.run(lambda lacks: signal.pause(), 1).reason
+
+
+def test_without_fork_every_answer_has_a_python_of_its_own(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif hasattr(os, 'fork'):\n    del os.fork\n"
+    )
+    folder = tmp_path / "class"
+    folder.mkdir()
+    answers = {
+        "ada": RIGHT,
+        "bob": HOSTILE["takes the reference from the modules"],
+        "cy": HOSTILE["ends its process"],
+        "eve": HOSTILE["prints a verdict"],
+    }
+    for learner, source in answers.items():
+        hand_in(folder, learner, submission(softmax=source))
+    out = tmp_path / "out"
+    result = subprocess.run(
+        [sys.executable, "-m", "utils.grade", folder, "--out", out, "--jobs", "2"],
+        cwd=course.ROOT,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    assert result.returncode == 0, result.stderr
+    with open(out / "grades.csv", encoding="utf-8", newline="") as file:
+        rows = {row["learner"]: row for row in csv.DictReader(file)}
+    assert {name for name, row in rows.items() if row["points"] != "0"} == {"ada"}
+    assert rows["bob"]["fault"] == "not_reproduced"
+    for sentence in sandbox.SENTENCES.values():
+        assert f"Not protected on this machine: {sentence}." in result.stderr
 
 
 @FULL
