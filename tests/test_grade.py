@@ -151,6 +151,21 @@ setattr(modules["torch"], "softmax", lambda x, dim=-1, *a, **k: x * 1.0)
         return x
         """,
     ),
+    "takes the expected results": trick(
+        FRAMES,
+        """
+        frame = frame_of()
+        while frame is not None:
+            seen = getattr(frame, "f_" + "globals")
+            if "find_exercise" in seen:
+                return seen["find_exercise"]("softmax").reference(x, dim)
+            step = getattr(frame, "f_" + "locals").get("step")
+            if step is not None:
+                return step.expected["result"]
+            frame = getattr(frame, "f_" + "back")
+        return x
+        """,
+    ),
     "reads the reference": trick(
         EXEC
         + f"""
@@ -516,6 +531,7 @@ def test_a_hostile_answer_earns_nothing(graded, name):
         ("empties the requirements", "broke_the_check"),
         ("takes the reference from the modules", "not_reproduced"),
         ("takes the reference from a frame", "not_reproduced"),
+        ("takes the expected results", "not_reproduced"),
         ("writes a verdict everywhere", "no_verdict"),
         ("cannot be interrupted", "no_verdict"),
         ("ends its process", "no_verdict"),

@@ -7,6 +7,7 @@ results in the place of its own: they are data now, and the answer's code is gon
 
 import functools
 import inspect
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -303,6 +304,12 @@ def calibrate(script: Script, runs: list[list]) -> Script:
             and all(same(step.expected, each) for each in found)
         )
     return script
+
+
+def without_results(script: Script) -> Script:
+    """The calls alone, for a process that must not see what came of them."""
+    steps = [replace(step, expected=None, compared=True) for step in script.steps]
+    return replace(script, steps=steps)
 
 
 def results(script: Script) -> int:

@@ -164,10 +164,10 @@ class Grader(threading.Thread):
 
     def look_blindly(self, result, answer):
         """An answer that has passed gives the same results where no check is."""
-        script, count = self.calibration.get(self, result)
+        script, calls, count = self.calibration.get(self, result)
         if not count:
             return
-        ending = self.blind.ask("replay", answer, script)
+        ending = self.blind.ask("replay", answer, calls)
         if ending.sent is None:
             _fail(result, ERROR, "not_reproduced", NOT_SENT, _sentence(ending.reason))
             return
@@ -180,28 +180,29 @@ class Grader(threading.Thread):
 
 
 class Calibration:
-    """For each exercise the calls to repeat, and how many results the reference gives
-    again in a blind process. Found once, by the first grader that needs it."""
+    """For each exercise the calls to repeat, with their results and without, and how
+    many results the reference gives again in a blind process. Found once, by the first
+    grader that needs it."""
 
     def __init__(self):
-        self.known: dict[str, tuple[bytes, int]] = {}
+        self.known: dict[str, tuple[bytes, bytes, int]] = {}
         self.locks = defaultdict(threading.Lock)
 
-    def get(self, grader, result) -> tuple[bytes, int]:
+    def get(self, grader, result) -> tuple[bytes, bytes, int]:
         name = result.exercise
         with self.locks[name]:
             if name not in self.known:
-                script = grader.engine.ask("script", name)
+                script, calls = grader.engine.ask("script", name)
                 reference = answer_of(result.lesson, name, solved(result.lesson))
                 endings = [
-                    grader.blind.ask("replay", reference, script, seed)
+                    grader.blind.ask("replay", reference, calls, seed)
                     for seed in (0, 1_000_000)
                 ]
                 runs = [ending.sent for ending in endings]
-                self.known[name] = (script, 0)
+                count = 0
                 if None not in runs:
-                    found = grader.engine.ask("calibrate", script, runs)
-                    self.known[name] = found
+                    script, count = grader.engine.ask("calibrate", script, runs)
+                self.known[name] = (script, calls, count)
             return self.known[name]
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from utils.course import ROOT
 
-CAN_FORK = hasattr(os, "fork")
 LINUX = sys.platform.startswith("linux")
+# On macOS there is a fork, but the libraries that torch computes with do not survive it.
+CAN_FORK = LINUX and hasattr(os, "fork")
 
 MEMORY = 2 << 30  # bytes that a process may take beyond what it starts with
 FILE = 16 << 20  # bytes of one written file
@@ -273,7 +274,7 @@ def _confine(root, seconds, user, lacks) -> set[str]:
         os.chdir(root or tempfile.gettempdir())
     os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd(), USER="learner")
     tempfile.tempdir = None
-    lacks |= _limit(seconds, "own processes" in lacks)
+    lacks |= limit(seconds, "own processes" in lacks)
     if LINUX:
         lacks |= _lose_privileges(user)
         _libc().prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -346,13 +347,14 @@ def _show(root, path):
             _mount(None, inside, None, flags)
 
 
-def _limit(seconds, among_others) -> set[str]:
+def limit(seconds, among_others) -> set[str]:
+    """Limit this process; returns what could not be limited."""
     try:
         import resource
     except ImportError:
         return {"memory", "processes"}
 
-    def limit(what, value):
+    def at_most(what, value):
         try:
             _, most = resource.getrlimit(what)
             if most != resource.RLIM_INFINITY:
@@ -362,17 +364,17 @@ def _limit(seconds, among_others) -> set[str]:
         except (ValueError, OSError):
             return False
 
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_FSIZE, FILE)
-    limit(resource.RLIMIT_NOFILE, OPEN_FILES)
-    limit(resource.RLIMIT_CPU, int(seconds) + 5)
+    at_most(resource.RLIMIT_CORE, 0)
+    at_most(resource.RLIMIT_FSIZE, FILE)
+    at_most(resource.RLIMIT_NOFILE, OPEN_FILES)
+    at_most(resource.RLIMIT_CPU, int(seconds) + 5)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     lacks = set()
-    if not LINUX or not limit(resource.RLIMIT_AS, _size() + MEMORY):
+    if not LINUX or not at_most(resource.RLIMIT_AS, _size() + MEMORY):
         lacks.add("memory")
     # Without a namespace all that the user runs counts.
     allowed = PROCESSES + (_THREADS[0] if among_others else 0)
-    if not LINUX or not limit(resource.RLIMIT_NPROC, allowed):
+    if not LINUX or not at_most(resource.RLIMIT_NPROC, allowed):
         lacks.add("processes")
     return lacks
 

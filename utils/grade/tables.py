@@ -110,7 +110,10 @@ def as_csv(grades: Grades) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
-        ["learner", "lesson", "exercise", "status", "fault", "points", "possible"]
+        [
+            *("learner", "lesson", "exercise", "status", "fault"),
+            *("points", "possible", "results_seen_twice"),
+        ]
     )
     for r in grades.results:
         writer.writerow(
@@ -122,6 +125,7 @@ def as_csv(grades: Grades) -> str:
                 r.fault,
                 r.points,
                 r.possible,
+                r.blind,
             ]
         )
     return out.getvalue()
