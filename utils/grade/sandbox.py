@@ -21,7 +21,7 @@ from pathlib import Path
 from utils.course import ROOT
 
 LINUX = sys.platform.startswith("linux")
-# On macOS there is a fork, but the libraries that torch computes with do not survive it.
+# macOS has fork too, but what torch computes with there does not survive it.
 CAN_FORK = LINUX and hasattr(os, "fork")
 
 MEMORY = 2 << 30  # bytes that a process may take beyond what it starts with
