@@ -15,7 +15,7 @@ import pytest
 
 from tests.notebooks import environment, lesson_notebook
 from utils import build, course
-from utils.grade import rules, sandbox, tables
+from utils.grade import rules, run, sandbox, tables
 from utils.grade.__main__ import main
 from utils.grade.run import Grades, Result, grade
 from utils.grade.submissions import exercise_cell, read
@@ -377,6 +377,9 @@ def broken_files(folder: Path) -> list[str]:
         "odd cells": b'{"nbformat": 4, "cells": [1, null, {"cell_type": "code"}, '
         b'{"cell_type": "code", "source": 5, "metadata": []}]}',
         "format 99": b'{"nbformat": 99, "cells": []}',
+        "many cells": b'{"nbformat": 4, "cells": ['
+        + b'{"cell_type": "code", "source": "a = 1"},' * 300_000
+        + b'{"cell_type": "code", "source": "a = 1"}]}',
         "format text": b'{"nbformat": "4", "cells": []}',
     }
     for name, content in contents.items():
@@ -506,6 +509,7 @@ def graded(tmp_path_factory):
     return Class(tmp_path_factory.mktemp("class"))
 
 
+FORK = pytest.mark.skipif(not sandbox.CAN_FORK, reason="no fork on this system")
 FILES = sandbox.SENTENCES["files"]
 FULL = pytest.mark.skipif(not LINUX, reason="what Linux alone can confine")
 
@@ -797,9 +801,24 @@ def test_what_an_answer_may_do(source):
     assert rules.broken(source, course.lessons()[-1]) == []
 
 
-# The process of its own ---------------------------------------------------------------
+@FORK
+def test_a_failure_of_the_grader_is_one_result_s_error(tmp_path, monkeypatch):
+    for learner in ("ada", "bob"):
+        hand_in(tmp_path, learner, submission(softmax=WRONG))
+    whole = run.Grader.judge
 
-FORK = pytest.mark.skipif(not sandbox.CAN_FORK, reason="no fork on this system")
+    def judge(self, result, cells):
+        if result.learner == "ada":
+            self.engine.ask("no such request")
+        whole(self, result, cells)
+
+    monkeypatch.setattr(run.Grader, "judge", judge)
+    found = {r.learner: r for r in grade(tmp_path, jobs=1).results}
+    assert (found["ada"].status, found["ada"].fault) == ("error", "no_verdict")
+    assert found["bob"].status == "failed"
+
+
+# The process of its own ---------------------------------------------------------------
 
 
 @FORK

@@ -93,9 +93,7 @@ def grade(folder: Path, only: list[str] = (), jobs: int | None = None) -> Grades
         each.start()
     try:
         for _ in progress(total, "exercises"):
-            problem = done.get()
-            if problem is not None:
-                raise problem
+            done.get()
     finally:
         for each in graders:
             each.stop()
@@ -133,13 +131,11 @@ class Grader(threading.Thread):
                 break
             try:
                 self.judge(result, cells)
-                self.done.put(None)
             except Gone as reason:
-                _fail(result, ERROR, "no_verdict", f"{reason}.")
-                self.done.put(None)
-            except BaseException as error:
-                self.done.put(error)
-                return
+                _fail(result, ERROR, "no_verdict", _sentence(str(reason)))
+            except Exception as error:  # one submission must not stop the others
+                _fail(result, ERROR, "grader", f"The grader failed: {error!r}"[:300])
+            self.done.put(result)
         self.engine.close()
         self.blind.close()
 

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import nbformat
@@ -13,7 +14,8 @@ import nbformat
 from utils import course
 
 NOTEBOOK_BYTES = 25 << 20
-CELL_CHARACTERS = 100_000
+CODE_CHARACTERS = 2_000_000  # in all cells
+CELL_CHARACTERS = 50_000
 DEPTH = 4  # folders below the one that is graded
 
 
@@ -168,6 +170,8 @@ def _code_cells(path: Path) -> list[tuple[str, str | None]]:
             source = "".join(source)
         if isinstance(source, str):
             found.append((source, _grade_id(cell)))
+    if sum(len(source) + 100 for source, _ in found) > CODE_CHARACTERS:
+        raise Unreadable("the notebook holds more code than can be graded")
     return found
 
 
@@ -227,7 +231,8 @@ def exercise_cell(cells, name: str) -> str | None:
     return cells[(defining or above or wanted)[-1]][0]
 
 
-def defined(source: str) -> set[str]:
+@lru_cache(maxsize=1000)
+def defined(source: str) -> frozenset[str]:
     """The names that the top level of a cell binds, imports excepted."""
     tree = parse(source)
     names = set()
@@ -237,7 +242,7 @@ def defined(source: str) -> set[str]:
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {t.id for t in targets if isinstance(t, ast.Name)}
-    return names
+    return frozenset(names)
 
 
 def parse(source: str) -> ast.Module | None:
