@@ -1,5 +1,6 @@
 # make lab    the course in JupyterLab        make test   everything that CI runs
 # make build  notebooks from their sources    make format ruff over code and lessons
+# make grade SUBMISSIONS=folder               learners' notebooks, tables into OUT=grades
 #
 # PYTHON=python3.13 chooses the interpreter, PIP_FLAGS="…" is handed to pip install.
 
@@ -11,7 +12,7 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # One thread a worker: two workers with two threads each on two cores are slower.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: lab test build format
+.PHONY: lab test build format grade
 
 lab: $(VENV)/.lab
 	$(BIN)/python -m jupyterlab notebooks/00_start.ipynb
@@ -21,6 +22,10 @@ test: $(VENV)/.dev
 
 build: $(VENV)/.dev
 	$(BIN)/python -m utils.build
+
+grade: $(VENV)/.lab
+	@test -n "$(SUBMISSIONS)" || { echo "Which folder? make grade SUBMISSIONS=folder"; exit 2; }
+	$(BIN)/python -m utils.grade "$(SUBMISSIONS)" --out "$(or $(OUT),grades)" $(GRADE_FLAGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -1,0 +1,59 @@
+"""`python -m utils.grade FOLDER`: a table of learners by exercises."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from utils import course
+from utils.grade import tables
+from utils.grade.run import grade
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.grade",
+        description="Grade a folder of learners' notebooks, loose or one folder each.",
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("grades"),
+        help="where the tables and a page a learner go (grades)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="exercises at a time; as many as there are cores"
+    )
+    parser.add_argument(
+        "--lesson",
+        action="append",
+        default=[],
+        metavar="02_attention",
+        help="only this lesson: its file, its name or its number; may be repeated",
+    )
+    options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        print(f"{options.folder} is not a folder.", file=sys.stderr)
+        return 2
+    known = {
+        n for each in course.lessons() for n in (each.file, each.slug, each.number)
+    }
+    for name in options.lesson:
+        if name not in known:
+            print(f"There is no lesson {name}.", file=sys.stderr)
+            return 2
+    grades = grade(options.folder, options.lesson, options.jobs)
+    if not grades.submissions:
+        print(f"{options.folder} holds no notebook to grade.", file=sys.stderr)
+        return 2
+    tables.write(grades, options.out)
+    print(tables.as_text(grades), end="")
+    for sentence in grades.unprotected:
+        print(f"Not protected on this machine: {sentence}.", file=sys.stderr)
+    print(f"Written to {options.out}: grades.csv, grades.xml, index.html", end="")
+    print(" and a page a learner.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
