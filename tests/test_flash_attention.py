@@ -15,10 +15,10 @@ from solutions import flash_attention as reference
 from solutions.attention import attention, causal_mask
 from utils import build, course, session
 from utils.check import CheckFailed, check, evaluate, evaluate_joint
+from utils.cost import Cost, peak_bytes, saved_bytes
 from utils.exercise import Joint
 from utils.exercises import flash_attention as exercises
 from utils.exercises.flash_attention import blockwise, gradient_with, heads
-from utils.memory import LiveBytes, peak_bytes, saved_bytes
 from utils.probe import probe, strided
 from utils.timing import fitted_exponent
 
@@ -1263,20 +1263,20 @@ def test_other_right_parts_fit_together():
 
 
 def test_live_bytes_follow_storages_not_tensors():
-    with LiveBytes() as memory:
+    with Cost() as cost:
         x = torch.ones(1000)
         view = x[10:].view(-1)
-        assert memory.now == 4000
+        assert cost.bytes_now == 4000
         y = x + 1
-        assert (memory.now, memory.peak) == (8000, 8000)
+        assert (cost.bytes_now, cost.peak_bytes) == (8000, 8000)
         del x
-        assert memory.now == 8000  # the view still holds it
+        assert cost.bytes_now == 8000  # the view still holds it
         del view
-        assert memory.now == 4000
+        assert cost.bytes_now == 4000
         y += 1  # in place: nothing new
-        assert (memory.now, memory.peak) == (4000, 8000)
+        assert (cost.bytes_now, cost.peak_bytes) == (4000, 8000)
         del y
-        assert memory.now == 0
+        assert cost.bytes_now == 0
 
 
 def test_saved_bytes_count_a_storage_once():

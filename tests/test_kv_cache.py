@@ -623,6 +623,8 @@ class ByConcatenation:
     def __init__(
         self, n_layers, batch, n_kv_heads, window, d_head, dtype=None, device=None
     ):
+        if min(n_layers, batch, n_kv_heads, window, d_head) < 1:
+            raise ValueError("a size of 0")
         empty = torch.zeros(batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)
         self.empty, self.window, self.n_layers = empty, window, n_layers
         self.reset()

@@ -12,7 +12,7 @@ from solutions.forward_pass import Block, Transformer, TransformerConfig
 from solutions.rnn_baseline import gradient_reach
 from utils import long_text
 from utils.check import evaluate, evaluate_joint
-from utils.cost import Cost, peak_megabytes, work
+from utils.cost import Cost, peak_bytes, work
 from utils.exercise import Joint
 from utils.exercises.long_context import slow_chunked, slow_linear
 from utils.probe import probe, probe_ids
@@ -131,8 +131,8 @@ def test_peak_memory_forgets_what_is_gone():
     def all_at_once():
         return [torch.ones(250_000) for _ in range(5)]
 
-    assert peak_megabytes(all_at_once) > 4.9
-    assert peak_megabytes(one_at_a_time) < 2.1
+    assert peak_bytes(all_at_once) > 4.9e6
+    assert peak_bytes(one_at_a_time) < 2.1e6
 
 
 def test_costs_grow_as_the_lesson_says():

@@ -1,6 +1,7 @@
 """Counts what a call costs, the same on every machine: no clock is read."""
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,7 +16,9 @@ class Cost(TorchDispatchMode):
 
     flops: floating-point operations of matrix products.
     written: how many numbers were written into tensors; views are free.
-    peak_bytes: the most memory that new tensors took at one time.
+    peak_bytes: the most memory that new tensors took at one time. Scratch space
+        inside one of PyTorch's operations is no tensor, and not counted.
+    bytes_now: what they take at this moment.
     """
 
     def __init__(self):
@@ -41,9 +44,13 @@ class Cost(TorchDispatchMode):
                 self.written += x.numel()
                 storage = x.untyped_storage()
                 self._alive[StorageWeakRef(storage)] = storage.nbytes()
-        self._alive = {r: n for r, n in self._alive.items() if not r.expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+        self.peak_bytes = max(self.peak_bytes, self.bytes_now)
         return result
+
+    @property
+    def bytes_now(self):
+        self._alive = {r: n for r, n in self._alive.items() if not r.expired()}
+        return sum(self._alive.values())
 
 
 def _tensors(value):
@@ -57,8 +64,23 @@ def work(f, *args, **kwargs) -> int:
     return cost.flops + cost.written
 
 
-def peak_megabytes(f, *args, **kwargs) -> float:
-    """The most memory that the tensors made by the call take at one time, in MB."""
+def peak_bytes(f, *args, **kwargs) -> int:
+    """The most memory that the tensors made by the call take at one time."""
     with Cost() as cost:
         f(*args, **kwargs)
-    return cost.peak_bytes / 1e6
+    return cost.peak_bytes
+
+
+def saved_bytes(f, *args) -> int:
+    """The bytes that autograd keeps after `f(*args)` for its backward pass."""
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage  # held, so that no address comes twice
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = f(*args)
+    del result
+    return sum(storage.nbytes() for storage in kept.values())

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils import triton_mode  # noqa: F401, before anything imports Triton
+from utils.cost import peak_bytes
 from utils.errors import CourseError
-from utils.memory import peak_bytes
 
 RECORDED = Path(__file__).parent / "recorded" / "flash_attention.json"
 

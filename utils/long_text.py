@@ -1,7 +1,7 @@
 """The real model on a text longer than it was trained for: too long for a notebook.
 
-`python -m utils.long_text` measures again and writes `long_text.json`, in some minutes
-for each way of counting positions; `recorded()` reads what was measured last.
+`python -m utils.long_text` measures again and writes `recorded/long_text.json`, in some
+minutes for each way of counting positions; `recorded()` reads what was measured last.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from utils import real_model, texts
 
 TOKENS, PART, FACTOR = 12_288, 1_024, 1.5
-FILE = Path(__file__).with_suffix(".json")
+FILE = Path(__file__).parent / "recorded" / "long_text.json"
 
 
 def recorded() -> dict:

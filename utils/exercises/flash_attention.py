@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from utils.cost import Cost, peak_bytes, saved_bytes
 from utils.exercise import Exercise, Joint
-from utils.memory import LiveBytes, peak_bytes, saved_bytes
 from utils.probe import probe, strided
 from utils.trial import Explained, LeftOut, dtype
 
@@ -1219,9 +1219,9 @@ def _(answer, t):
     for causal in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         saved = saved_bytes(lambda x=leaves, c=causal: answer.apply(*x, c))
-        with LiveBytes() as memory:
+        with Cost() as cost:
             output = t.call(answer.apply, *leaves, causal)
-            held = memory.now
+            held = cost.bytes_now
         del output
         allowed = 4 * 256 * (4 * 4 + 1)  # q, k, v, output: 256 × 4; log-sum-exp: 256
         t.true(
