@@ -61,19 +61,22 @@ def check(answer, name: str | None = None):
 
     Right: the learner's own, which is saved in `my_transformer` too. Wrong or not
     written: the reference, so that the rest of the notebook runs; in strict mode
-    (`COURSE_STRICT=1`, or under nbgrader) it raises `CheckFailed` instead.
+    (`COURSE_STRICT=1`, or under nbgrader) it raises `CheckFailed` instead. Where there
+    is no reference: what is wrong as it stands, and for what is not written a
+    stand-in that says so when it is used.
     """
     name = _name_of(answer, name, sys._getframe(1))
     exercise = find_exercise(name)
     reference = exercise.reference
-    if answer is reference and reference is not None:
+    stands_in = "the reference" if reference is not None else "a stand-in"
+    if isinstance(answer, parts.Missing) or (reference and answer is reference):
         report = Report(
             name,
             "todo",
             None,
             f"{name}: nothing new to check",
             [
-                "The last check put the reference in the place of your answer. "
+                f"The last check put {stands_in} in the place of your answer. "
                 "Run your exercise cell again, then this one."
             ],
         )
@@ -83,17 +86,26 @@ def check(answer, name: str | None = None):
         saved = parts.save(name, answer) if report.status == "passed" else []
     lines = [*report.lines, *saved]
     if report.status != "passed":
-        lines.append(
-            "Until yours passes, the cells below use the reference."
-            if reference is not None
-            else "This copy holds no reference answers, so the cells below use yours "
-            "as it stands."
-        )
+        lines.append(_goes_on_with(report, reference))
     shown = Report(name, report.status, report.fault, report.title, lines)
     show(shown.message, shown.html)
     if report.status != "passed" and strict():
         raise CheckFailed(report.title)
-    return answer if report.status == "passed" or reference is None else reference
+    if report.status == "passed":
+        return answer
+    if reference is None:
+        return answer if report.status == "failed" else parts.missing(name)
+    return reference
+
+
+def _goes_on_with(report, reference) -> str:
+    if reference is not None:
+        return "Until yours passes, the cells below use the reference."
+    if report.status == "failed":
+        use = "use yours as it stands"
+    else:
+        use = "that need it stop with a sentence"
+    return f"This copy holds no reference answers, so the cells below {use}."
 
 
 def check_joint(name: str, **answers):
@@ -115,6 +127,8 @@ def evaluate(candidate, name: str | None = None) -> Report:
     """
     name = name or getattr(candidate, "__name__", type(candidate).__name__)
     exercise = find_exercise(name)
+    if isinstance(candidate, parts.Missing):
+        return Report(name, "todo", None, f"{name}: not written yet")
     unfit = _wrong_kind(candidate, exercise)
     if unfit:
         return Report(name, "failed", None, f"{name}: not right yet", [unfit])
@@ -131,6 +145,10 @@ def evaluate_joint(name: str, answers: dict) -> Report:
     missing = set(joint.parts) - set(answers)
     if missing:
         raise CourseError(f"The joint `{name}` needs {', '.join(sorted(missing))} too.")
+    for part, answer in answers.items():
+        if isinstance(answer, parts.Missing):
+            line = f"`{part}` is not written yet, and this joins it to the others."
+            return Report(name, "todo", None, f"{name}: not yet", [line])
     return _run(joint, dict(answers))
 
 
