@@ -6,6 +6,7 @@ not need there is not touched.
 """
 
 import argparse
+import json
 import re
 import shutil
 import sys
@@ -13,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 from utils import build, course
+from utils.check import reference_errors
 from utils.errors import CourseError
 
 # Of `utils`, what only those need who build, grade or hand out.
@@ -70,14 +72,15 @@ def files() -> dict[str, bytes]:
     found["README.md"] = readme.encode()
     found["Makefile"] = makefile().encode()
     found[".gitignore"] = IGNORED.encode()
+    found["utils/reference_errors.json"] = json.dumps(reference_errors()).encode()
     return found
 
 
 def write(folder: Path) -> list[str]:
-    """Write the bundle into a folder, and as a zip file beside it; returns the paths."""
+    """Write the bundle into a folder, and a zip file beside it; returns the paths."""
     if (folder / "lessons").exists() or (folder / "solutions").exists():
         raise CourseError(
-            f"{folder} holds lessons or solutions already: it is no place for a handout."
+            f"{folder} holds lessons or solutions: it is no place for a handout."
         )
     made = files()
     for built in ("notebooks", "utils"):
