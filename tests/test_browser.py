@@ -286,6 +286,11 @@ class Report:
         assert "Traceback" not in self.text
 
 
+def show(element):
+    """Scroll until it stands in the middle of the page, for a screenshot."""
+    element.evaluate("e => e.scrollIntoView({block: 'center'})")
+
+
 def exactly(name):
     return re.compile(rf"^{re.escape(name)}$")
 
@@ -377,6 +382,7 @@ def test_a_slider_redraws_its_figure(page, lab, copy):
     before = figure.get_attribute("src")
     readout = cell.locator(".widget-readout").first
     assert readout.inner_text() == "0"
+    show(figure)
     arrows.picture("7_slider")
     cell.locator(".noUi-handle").first.focus()
     page.keyboard.press("ArrowRight")
@@ -387,4 +393,5 @@ def test_a_slider_redraws_its_figure(page, lab, copy):
         [cell.element_handle(), before],
     )
     assert readout.inner_text() == "1"
+    show(figure)
     arrows.picture("8_slider_moved")
