@@ -37,18 +37,20 @@ class Explanations:
         if isinstance(error, PartMissing):
             self.last = str(error)
             self._owes(trace)
-            lines = [self.last]
+            lines = self.last.splitlines()
         elif course.lesson_of(name) is not None:
             lines = [f"`{name}` is not defined yet: run its exercise cell first."]
         elif name in self.owed:
             self.last = self.owed[name]
             self._owes(trace)
-            lines = [f"`{name}` comes from a cell that stopped. {self.last}"]
+            lines = [f"`{name}` comes from a cell that stopped:"]
+            lines += self.last.splitlines()
         else:
             lines = self._as_ever(shell, kind, error, trace, tb_offset)
             if self.last:
                 self._owes(trace)
-                lines += ["", f"This may follow from a cell that stopped. {self.last}"]
+                lines += ["", "This may follow from a cell that stopped:"]
+                lines += self.last.splitlines()
         shell._showtraceback(kind, error, lines)
         return lines
 

@@ -86,8 +86,8 @@ def missing(name: str) -> Missing:
     lesson = course.lesson_of(name)
     where = f" (lesson {lesson.file})" if lesson else ""
     sentence = (
-        f"`{name}` is not written yet{where}, this cell needs it, and this copy of the "
-        "course holds no reference answers."
+        f"`{name}` is not written yet{where}, and this cell needs it.\n"
+        "This copy of the course holds no reference answers."
     )
     return Missing(name, (), {"sentence": sentence, "__module__": "my_transformer"})
 
