@@ -268,7 +268,7 @@ def test_its_use_is_one_sentence(shown, step):
         ("RMSNorm", "06_norms") if step == "makes" else ("softmax", "00_start")
     )
     assert shown[step].splitlines()[-2:] == [
-        f"`{name}` is not written yet (lesson {lesson}), and this cell needs it.",
+        f"`{name}` is not written yet (lesson {lesson}), and it is needed here.",
         "This copy of the course holds no reference answers.",
     ]
     assert "Traceback" not in shown[step]

@@ -86,7 +86,7 @@ def missing(name: str) -> Missing:
     lesson = course.lesson_of(name)
     where = f" (lesson {lesson.file})" if lesson else ""
     sentence = (
-        f"`{name}` is not written yet{where}, and this cell needs it.\n"
+        f"`{name}` is not written yet{where}, and it is needed here.\n"
         "This copy of the course holds no reference answers."
     )
     return Missing(name, (), {"sentence": sentence, "__module__": "my_transformer"})
