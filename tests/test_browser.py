@@ -89,12 +89,12 @@ def lab(copy, tmp_path_factory):
     try:
         about = home / "runtime" / f"jpserver-{server.pid}.json"
         until(
-            lambda: about.is_file() or server.poll() is not None,
+            lambda: port_in(about) or server.poll() is not None,
             lambda: f"JupyterLab does not start:\n{log.read_text()}",
         )
         assert server.poll() is None, log.read_text()
-        url = f"http://127.0.0.1:{json.loads(about.read_text())['port']}"
-        until(lambda: answers(f"{url}/api"), lambda: log.read_text())
+        url = f"http://127.0.0.1:{port_in(about)}"
+        until(lambda: ask(f"{url}/api") is not None, log.read_text)
         yield url
     finally:
         server.terminate()
@@ -114,12 +114,21 @@ def make_lab() -> list[str]:
     return [sys.executable, *found[1].split()]
 
 
-def answers(url) -> bool:
+def port_in(about: Path) -> int | None:
+    """The port that a server has noted, once the note is complete."""
     try:
-        with urlopen(url, timeout=30):
-            return True
+        return json.loads(about.read_text())["port"]
+    except (OSError, ValueError):
+        return None
+
+
+def ask(url):
+    """What the server says, or None while it does not answer."""
+    try:
+        with urlopen(url, timeout=60) as reply:
+            return json.load(reply)
     except OSError:
-        return False
+        return None
 
 
 def until(happened, explain=lambda: "It did not happen."):
@@ -184,13 +193,12 @@ class Notebook:
         self.page.locator("#jp-main-statusbar", has_text="| Idle").wait_for()
 
     def has_kernel(self) -> bool:
-        with urlopen(f"{self.lab}/api/sessions") as reply:
-            return any(
-                session["path"].endswith(self.path.name)
-                and session["kernel"]["connections"] > 0
-                and session["kernel"]["execution_state"] == "idle"
-                for session in json.load(reply)
-            )
+        return any(
+            session["path"].endswith(self.path.name)
+            and session["kernel"]["connections"] > 0
+            and session["kernel"]["execution_state"] == "idle"
+            for session in ask(f"{self.lab}/api/sessions") or []
+        )
 
     def cell(self, beginning):
         """The code cell whose source begins so."""
@@ -249,7 +257,7 @@ class Notebook:
     def on_disk(self) -> list[str]:
         try:
             return code(nbformat.read(self.path, as_version=4))
-        except nbformat.reader.NotJSONError:  # it is being written
+        except ValueError:  # it is being written
             return []
 
     def restart_kernel(self):
