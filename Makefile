@@ -1,6 +1,7 @@
 # make lab    the course in JupyterLab        make test   everything that CI runs
 # make build  notebooks from their sources    make format ruff over code and lessons
 # make grade SUBMISSIONS=folder               learners' notebooks, tables into OUT=grades
+# make test-browser  a learner in JupyterLab  make handout  the course without solutions
 #
 # PYTHON=python3.13 chooses the interpreter, PIP_FLAGS="…" is handed to pip install.
 
@@ -12,13 +13,16 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # One thread a worker: two workers with two threads each on two cores are slower.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: lab test build format grade
+.PHONY: lab test test-browser build grade handout format
 
 lab: $(VENV)/.lab
-	$(BIN)/python -m jupyterlab notebooks/00_start.ipynb
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. notebooks/00_start.ipynb
 
 test: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile --nbval
+
+test-browser: $(VENV)/.dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -p no:nbval -p no:xdist -m browser -rs tests/test_browser.py
 
 build: $(VENV)/.dev
 	$(BIN)/python -m utils.build
@@ -26,6 +30,9 @@ build: $(VENV)/.dev
 grade: $(VENV)/.lab
 	@test -n "$(SUBMISSIONS)" || { echo "Which folder? make grade SUBMISSIONS=folder"; exit 2; }
 	$(BIN)/python -m utils.grade "$(SUBMISSIONS)" --out "$(or $(OUT),grades)" $(GRADE_FLAGS)
+
+handout: $(VENV)/.dev
+	$(BIN)/python -m utils.handout
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import difflib
+import json
 import linecache
 import os
 import sys
@@ -36,6 +37,7 @@ from utils.trial import (
 
 PRINTED_LINES = 6  # of what the answer printed, shown with a failure
 FRAMES = 3  # of a learner's traceback
+RECORDED = Path(__file__).with_name("reference_errors.json")  # in a handout
 
 
 @dataclass(frozen=True)
@@ -73,20 +75,24 @@ def check(answer, name: str | None = None):
 
     Right: the learner's own, which is saved in `my_transformer` too. Wrong or not
     written: the reference, so that the rest of the notebook runs; in strict mode
-    (`COURSE_STRICT=1`, or under nbgrader) it raises `CheckFailed` instead.
+    (`COURSE_STRICT=1`, or under nbgrader) it raises `CheckFailed` instead. Where there
+    is no reference: what is wrong as it stands, and for what is not written a
+    stand-in that says so when it is used.
     """
     name = _name_of(answer, name, sys._getframe(1))
     exercise = find_exercise(name)
     reference = exercise.reference
-    if answer is reference and reference is not None:
+    stands_in = "the reference" if reference is not None else "a stand-in"
+    if isinstance(answer, parts.Missing) or (reference and answer is reference):
         report = Report(
             name,
             "todo",
             None,
             f"{name}: nothing new to check",
             [
-                "The last check put the reference in the place of your answer. "
-                "Run your exercise cell again, then this one."
+                f"The last check put {stands_in} in the place of your answer. "
+                "Run your exercise cell again, then this one. If you just did, it "
+                f"stopped with an error, or it defines another name than `{name}`."
             ],
         )
         saved = []
@@ -94,18 +100,27 @@ def check(answer, name: str | None = None):
         report = evaluate(answer, name)
         saved = parts.save(name, answer) if report.status == "passed" else []
     lines = [*report.lines, *saved]
-    if report.status != "passed" and not report.left_out:
-        lines.append(
-            "Until yours passes, the cells below use the reference."
-            if reference is not None
-            else "This copy holds no reference answers, so the cells below use yours "
-            "as it stands."
-        )
+    if report.status != "passed" and not (report.left_out and reference is not None):
+        lines.append(_goes_on_with(report, reference))
     shown = Report(name, report.status, report.fault, report.title, lines)
     show(shown.message, shown.html)
     if report.status != "passed" and strict() and not _excused(report):
         raise CheckFailed(report.title)
-    return answer if report.status == "passed" or reference is None else reference
+    if report.status == "passed":
+        return answer
+    if reference is None:
+        return answer if report.status == "failed" else parts.missing(name)
+    return reference
+
+
+def _goes_on_with(report, reference) -> str:
+    if reference is not None:
+        return "Until yours passes, the cells below use the reference."
+    if report.status == "failed":
+        use = "use yours as it stands"
+    else:
+        use = "that need it stop with a sentence"
+    return f"This copy holds no reference answers, so the cells below {use}."
 
 
 def check_joint(name: str, **answers):
@@ -127,6 +142,8 @@ def evaluate(candidate, name: str | None = None) -> Report:
     """
     name = name or getattr(candidate, "__name__", type(candidate).__name__)
     exercise = find_exercise(name)
+    if isinstance(candidate, parts.Missing):
+        return Report(name, "todo", None, f"{name}: not written yet")
     unfit = _wrong_kind(candidate, exercise)
     if unfit:
         return Report(name, "failed", None, f"{name}: not right yet", [unfit])
@@ -143,6 +160,10 @@ def evaluate_joint(name: str, answers: dict) -> Report:
     missing = set(joint.parts) - set(answers)
     if missing:
         raise CourseError(f"The joint `{name}` needs {', '.join(sorted(missing))} too.")
+    for part, answer in answers.items():
+        if isinstance(answer, parts.Missing):
+            line = f"`{part}` is not written yet, and this joins it to the others."
+            return Report(name, "todo", None, f"{name}: not yet", [line])
     return _run(joint, dict(answers))
 
 
@@ -207,10 +228,39 @@ def _attempt(requirement, answer, seconds, reference_errors=(), seed=0):
 
 @cache
 def _reference_trial(task, requirement) -> Trial:
-    """The reference under the same requirement: its errors and its results."""
+    """The reference under the same requirement: its errors and its results.
+
+    A copy without the reference knows its errors alone.
+    """
     if task.reference is None:
-        return Trial()
+        errors = _recorded_errors().get(_key(task), [])
+        at = task.requirements.index(requirement)
+        return Trial(errors=errors[at] if at < len(errors) else [])
     return _attempt(requirement, task.reference, 10 * task.seconds)[0]
+
+
+def _key(task) -> str:
+    return f"{type(task).__name__} {task.name}"
+
+
+@cache
+def _recorded_errors() -> dict:
+    if not RECORDED.is_file():
+        return {}
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
+def reference_errors() -> dict[str, list[list[float]]]:
+    """How far every reference is from the truth, comparison by comparison.
+
+    The tolerance of a check comes from this, so a copy without the reference answers
+    needs it, as `RECORDED`.
+    """
+    import_specifications()
+    return {
+        _key(task): [_reference_trial(task, each).errors for each in task.requirements]
+        for task in (*Exercise.registry.values(), *Joint.registry.values())
+    }
 
 
 def _recognise(task, candidate, requirement, trial):

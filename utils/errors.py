@@ -9,5 +9,9 @@ class CourseError(Exception):
         return str(self).splitlines()
 
 
+class PartMissing(CourseError, NotImplementedError):
+    """A part is used that nobody has written, in a copy without reference answers."""
+
+
 class CheckFailed(CourseError):
     """An answer is wrong or not written, in a mode where that must not pass."""

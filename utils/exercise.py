@@ -95,9 +95,14 @@ class Joint(Task):
 
 def reference_part(lesson: str, name: str):
     """`name` of `solutions/<lesson>.py`, or None where there are no solutions."""
-    try:
-        if find_spec(f"solutions.{lesson}") is None:
-            return None
-    except ModuleNotFoundError:
+    if not has_reference(lesson):
         return None
     return getattr(import_module(f"solutions.{lesson}"), name)
+
+
+def has_reference(lesson: str) -> bool:
+    """Does this copy of the course hold the reference answers of a lesson?"""
+    try:
+        return find_spec(f"solutions.{lesson}") is not None
+    except ModuleNotFoundError:
+        return False

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from utils import course
+from utils.errors import PartMissing
 
 FOLDER = course.ROOT / "my_transformer"
 PART = re.compile(r"^# part: (\w+)\n", re.MULTILINE)
@@ -44,24 +45,51 @@ def reference_wanted() -> bool:
 
 
 def find(name: str):
-    """The learner's own part called `name`, or the reference until theirs passes."""
+    """The learner's own part called `name`, or the reference until theirs passes.
+
+    In a copy without reference answers, what is not written is a stand-in that says
+    so when it is used.
+    """
+    from utils.exercise import has_reference, reference_part
+
     lesson = course.lesson_of(name)
     if lesson is None:
         raise AttributeError(f"`{name}` is no part of this course")
-    if not reference_wanted():
+    reference = has_reference(lesson.slug)
+    if not (reference and reference_wanted()):
         own = _load_own(lesson.slug, name)
         if own is not None:
             return own
-        _say(f"{name}: the reference, until yours passes in {lesson.file}.")
-    from utils.exercise import reference_part
+        where = f"until yours passes in {lesson.file}"
+        _say(f"{name}: {'the reference' if reference else 'missing'}, {where}.")
+    return reference_part(lesson.slug, name) if reference else missing(name)
 
-    reference = reference_part(lesson.slug, name)
-    if reference is None:
-        raise AttributeError(
-            f"`{name}` is not written yet (lesson {lesson.file}), and this copy of the "
-            "course holds no reference answers"
-        )
-    return reference
+
+class Missing(type):
+    """The type of a stand-in for a part that nobody has written.
+
+    The stand-in is a class, because a lesson may call a part, ask it for an
+    attribute or inherit from it. The first two raise `PartMissing`.
+    """
+
+    def __call__(cls, *arguments, **keywords):
+        raise PartMissing(cls.sentence)
+
+    def __getattr__(cls, name):
+        if name.startswith("_"):  # somebody looks at it, nobody uses it
+            raise AttributeError(name)
+        raise PartMissing(cls.sentence)
+
+
+def missing(name: str) -> Missing:
+    """What goes in the place of `name` until somebody writes it."""
+    lesson = course.lesson_of(name)
+    where = f" (lesson {lesson.file})" if lesson else ""
+    sentence = (
+        f"`{name}` is not written yet{where}, and it is needed here.\n"
+        "This copy of the course holds no reference answers."
+    )
+    return Missing(name, (), {"sentence": sentence, "__module__": "my_transformer"})
 
 
 _said: set[str] = set()
@@ -122,6 +150,8 @@ def whose(part) -> str:
     """“your `x`” or “the reference `x`”, for the experiments to say what ran."""
     from utils import session
 
+    if isinstance(part, Missing):
+        return f"the missing `{part.__name__}`"
     module = getattr(part, "__module__", None) or ""
     name = getattr(part, "__name__", type(part).__name__)
     theirs = not (session.solved or module.startswith("solutions."))

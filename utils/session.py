@@ -31,35 +31,11 @@ def start(lesson_file: str, solved_notebook: bool = False) -> None:
 
     import torch
 
-    from utils import plots
+    from utils import consequences, plots
 
     if "OMP_NUM_THREADS" not in os.environ:
         # The lessons' models are small. Threads that wait for each other slow them
         # down, by 20 times where other programs use the cores.
         torch.set_num_threads(1)
     plots.use_course_style()
-    _explain_missing_exercises()
-
-
-def _explain_missing_exercises() -> None:
-    """Turn the NameError of a check before its exercise into a sentence."""
-    from utils.report import in_notebook
-
-    if not in_notebook():
-        return
-    from IPython import get_ipython
-
-    from utils.course import lesson_of
-
-    def explain(shell, error_type, error, traceback, tb_offset=None):
-        name = getattr(error, "name", None)
-        if name and lesson_of(name) is not None:
-            lines = [f"`{name}` is not defined yet: run its exercise cell first."]
-        else:
-            lines = shell.InteractiveTB.structured_traceback(
-                error_type, error, traceback, tb_offset=tb_offset
-            )
-        shell._showtraceback(error_type, error, lines)
-        return lines
-
-    get_ipython().set_custom_exc((NameError,), explain)
+    consequences.explain_in_notebook()
