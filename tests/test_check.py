@@ -11,7 +11,13 @@ from torch import nn
 
 from solutions.start import softmax as reference
 from utils import course
-from utils.check import check, evaluate, evaluate_joint
+from utils.check import (
+    _sentence,
+    check,
+    evaluate,
+    evaluate_joint,
+    import_specifications,
+)
 from utils.errors import CheckFailed, CourseError
 from utils.exercise import Exercise, Joint
 from utils.limits import TimeUp, time_limit
@@ -208,6 +214,39 @@ class TestWrongAnswers:
         report = evaluate(answer, "softmax")
         assert report.fault == "random"
         assert "dropout" in report.message
+
+    def test_what_is_kept_between_calls_is_named(self):
+        def answer(scores, dim=-1, seen=[0]):  # noqa: B006
+            seen[0] += 1
+            return torch.softmax(scores, dim) + seen[0] / 10
+
+        report = evaluate(answer, "softmax")
+        assert report.fault == "state"
+        assert "default argument" in report.message
+
+    def test_a_missing_name_gets_no_hint_on_something_else(self):
+        def answer(scores, dim=-1):
+            return F.softmax(scores, dim)  # noqa: F821
+
+        report = evaluate(answer, "softmax")
+        assert "name 'F' is not defined" in report.message
+        assert "Hint:" not in report.message
+
+    def test_a_class_without_its_base_is_told_the_name_it_can_write(self):
+        import_specifications()
+        class_exercise = next(
+            each
+            for each in Exercise.registry.values()
+            if isinstance(each.reference, type)
+            and issubclass(each.reference, torch.nn.Module)
+        )
+        report = evaluate(type(class_exercise.name, (), {}), class_exercise.name)
+        assert "must inherit from `torch.nn.Module`" in report.message
+
+    def test_names_keep_their_letters_at_the_start_of_a_sentence(self):
+        assert _sentence("k = 6 of 5 experts") == "k = 6 of 5 experts"
+        assert _sentence("d_model is 4") == "d_model is 4"
+        assert _sentence("a row is wrong") == "A row is wrong"
 
     def test_leaves_global_state_alone(self):
         torch.manual_seed(3)

@@ -290,14 +290,24 @@ def _recognise(task, candidate, requirement, trial):
         matching = narrowed or matching
     if matching:
         return matching[0]
-    again, _ = _attempt(requirement, candidate, task.seconds, seed=1)
-    same = len(again.trace) == len(trial.trace) and all(
-        map(alike, again.trace, trial.trace)
-    )
-    return None if same else RANDOM
+    for seed, fault in ((0, STATE), (1, RANDOM)):
+        again, _ = _attempt(requirement, candidate, task.seconds, seed=seed)
+        same = len(again.trace) == len(trial.trace) and all(
+            map(alike, again.trace, trial.trace)
+        )
+        if not same:
+            return fault
+    return None
 
 
-# Every exercise can have this one.
+# Every exercise can have these two.
+STATE = Fault(
+    "state",
+    "A second call on the same input gives something else. Is something kept from one "
+    "call to the next (a default argument such as `=[]`, a global name, an attribute), "
+    "or is an argument changed?",
+    None,
+)
 RANDOM = Fault(
     "random",
     "Two calls on the same input give different results. Something in it draws random "
@@ -362,7 +372,7 @@ def _failed(task, requirement, trial, problem, fault, verified) -> Report:
         lines.append(f"The call was `{trial.called}`.")
     if fault is not None:
         lines.append(f"What happened: {fault.sentence}")
-    elif requirement.hint and not isinstance(problem, (Explained, TimeUp)):
+    elif requirement.hint and not _speaks_for_itself(problem):
         lines.append(f"Hint: {requirement.hint}")
     lines += _printed(trial)
     lines += _already(task, verified)
@@ -374,6 +384,14 @@ def _failed(task, requirement, trial, problem, fault, verified) -> Report:
         lines,
         verified,
     )
+
+
+def _speaks_for_itself(problem) -> bool:
+    """Would a hint on the requirement lead away from what went wrong?"""
+    slip = isinstance(problem, Crashed) and isinstance(
+        problem.error, (NameError, ImportError)
+    )
+    return slip or isinstance(problem, (Explained, TimeUp))
 
 
 def _not_written(task, problem, verified) -> Report:
@@ -395,7 +413,10 @@ def _already(task, verified) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """A capital letter in front, unless a name from the code stands there."""
+    first = text.split(" ", 1)[0]
+    a_word = first.isalpha() and (len(first) > 1 or first == "a")
+    return text[:1].upper() + text[1:] if a_word else text
 
 
 def _printed(trial) -> list[str]:
@@ -520,7 +541,8 @@ def _wrong_kind(candidate, exercise) -> str | None:
         return f"`{name}` is a function, and the exercise asks for a class."
     base = reference.__mro__[1] if isinstance(reference, type) else object
     if base is not object and not issubclass(candidate, base):
-        path = f"{base.__module__.split('.')[0]}.{base.__name__}"
+        module = ".".join(base.__module__.split(".")[:2])  # torch.nn, not where it lies
+        path = f"{module}.{base.__name__}"
         return f"The class `{name}` must inherit from `{path}`."
     return None
 
