@@ -8,7 +8,7 @@ COLOURS = {
     "todo": "#0072B2",
     "qualified": "#E69F00",
 }
-MARKS = {"passed": "✓", "failed": "✗", "todo": "○", "qualified": "≠"}
+MARKS = {"passed": "✓", "failed": "✗", "todo": "○", "qualified": "≈"}
 
 
 def show(text: str, html: str, **more) -> None:
