@@ -23,8 +23,7 @@ def shift_right(ids, start_id):
         `(B, T)`, a new tensor in the dtype and on the device of `ids`: `start_id`, then
         all of `ids` but the last.
 
-    Raffel et al. (2020), "Exploring the Limits of Transfer Learning with a Unified
-    Text-to-Text Transformer", section 2.1.
+    Vaswani et al. (2017), "Attention Is All You Need", section 3.1.
     """
     ### BEGIN SOLUTION
     start = torch.full_like(ids[:, :1], start_id)  # B 1
