@@ -1,5 +1,6 @@
 """Lesson 11: the reference against PyTorch; other right and other wrong answers."""
 
+import inspect
 import math
 import os
 import subprocess
@@ -639,6 +640,7 @@ class KeysOutside(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_out):
         q, k, v, out, lse = ctx.saved_tensors
         causal, block_q, block_k = ctx.how
@@ -1042,6 +1044,152 @@ WRONG_TILED = {
 @pytest.mark.parametrize("name", WRONG_TILED)
 def test_other_wrong_flash_attentions_fail(name):
     fails(attention_with(WRONG_TILED[name]), "flash_attention")
+
+
+CHANGED = {  # one line of the reference, and the mistake that is named
+    "online_softmax": [
+        (
+            "sum(dim=-1)\n        maximum = new",
+            "half().sum(dim=-1)\n        maximum = new",
+            None,
+        ),
+        (
+            "return maximum, total\n",
+            "return maximum.squeeze(), total.squeeze()\n",
+            None,
+        ),
+        ("total - torch.inf", "total - 1e38", None),
+        (
+            "exp(block - shift[..., None])",
+            "exp((block - shift[..., None]).clamp(-20))",
+            None,
+        ),
+    ],
+    "flash_attention": [
+        (
+            "weights @ v_block",
+            "weights.to(v.dtype).to(high) @ v_block",
+            "weights_in_half_precision",
+        ),
+        (
+            "maximum = new\n        outputs",
+            "maximum, output = new, output.to(q.dtype).to(high)\n        outputs",
+            "output_kept_in_half_precision",
+        ),
+        (
+            " or (*batch, t_k) != tuple(v.shape[:-1])",
+            " or t_k != v.shape[-2]",
+            None,
+        ),
+        ("v.shape[-1]))  # … n d_v", "d_head))  # … n d", None),
+    ],
+    "FlashAttention": [
+        ("    @once_differentiable\n", "", "differentiable_twice"),
+        (
+            "(d_output.to(high) * output.to(high))",
+            "output.mul_(d_output).to(high)",
+            None,
+        ),
+        (
+            "(d_output.to(high) * output.to(high))",
+            "(d_output.mul_(1.001) * output).to(high)",
+            None,
+        ),
+        (
+            "save_for_backward(q, k, v,",
+            "save_for_backward(q * 1, k * 1, v * 1,",
+            None,
+        ),
+        (
+            "weights.masked_fill(~seen.tril(end - n - left), 0)",
+            "weights * seen.tril(end - n - left)",
+            "hidden_weights_overflow",
+        ),
+        ("ctx.causal", "FlashAttention.causal", "settings_shared"),
+    ],
+    "hbm_bytes": [
+        (
+            "return (scores + softmax + output)",
+            "return int(1.0 * scores + softmax + output)",
+            "counted_in_floats",
+        ),
+        (
+            "if causal else t\n        numbers",
+            "if causal and block > 1 else t\n        numbers",
+            None,
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "fault"),
+    [(name, *each) for name, changes in CHANGED.items() for each in changes],
+)
+def test_one_line_of_the_reference_changed_is_noticed(name, old, new, fault):
+    source = inspect.getsource(reference)
+    assert old in source
+    module = dict(vars(reference))
+    exec(compile(source.replace(old, new), "changed.py", "exec"), module)
+    fails(module[name], name, fault)
+
+
+def online_if_any(blocks):
+    """A generator is true, even an empty one."""
+    if not blocks:
+        raise ValueError("no block")
+    try:
+        return online_by_reduce(blocks)
+    except ValueError:
+        return None, None
+
+
+def online_of_copies(blocks):
+    blocks = [block * 1.0 for block in blocks]
+    return online_by_reduce(blocks)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [(online_if_any, "empty_generator_unchecked"), (online_of_copies, "row_grows")],
+)
+def test_generators_are_neither_trusted_nor_kept(answer, fault):
+    fails(answer, "online_softmax", fault)
+
+
+def with_hidden_blocks(more, square):
+    """Right, and `more` blocks too many are computed, or all where T_q < T_k."""
+
+    def flash_attention(q, k, v, causal=False, block_q=64, block_k=64):
+        def end(rows, offset):
+            if square and offset:
+                return k.shape[-2]
+            return rows.stop + offset + more * block_k
+
+        return blockwise(end=end)(q, k, v, causal, block_q, block_k)
+
+    return flash_attention
+
+
+def test_a_single_hidden_block_too_many_is_noticed():
+    report = evaluate(with_hidden_blocks(1, False), "flash_attention")
+    assert report.fault == "hidden_blocks_computed" and "36%" in report.message
+    report = evaluate(with_hidden_blocks(0, True), "flash_attention")
+    assert "80 queries and 160 keys" in report.message
+
+
+def test_without_keys_the_width_and_the_dtypes_are_right():
+    def zeros_like_queries(q, k, v, causal=False, block_q=64, block_k=64):
+        out, lse = blockwise()(q, k, v, causal, block_q, block_k)
+        return (out if k.shape[-2] else torch.zeros_like(q)), lse
+
+    def half_lse(q, k, v, causal=False, block_q=64, block_k=64):
+        out, lse = blockwise()(q, k, v, causal, block_q, block_k)
+        return out, lse if k.shape[-2] else lse.to(q.dtype)
+
+    for wrong in (zeros_like_queries, half_lse):
+        report = evaluate(wrong, "flash_attention")
+        assert "without any key" in report.message
 
 
 def test_sdpa_is_no_answer():
