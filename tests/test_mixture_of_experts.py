@@ -249,6 +249,7 @@ def test_a_capacity_of_zero_is_refused_in_words():
 def checked(k, n):
     if k < 1 or k > n:
         raise ValueError(f"cannot choose {k} of {n}")
+    return k
 
 
 def routing_by_loop(logits, k):
@@ -263,7 +264,8 @@ def routing_by_loop(logits, k):
 
 def routing_as_mixtral(logits, k):
     checked(k, logits.shape[1])
-    p, ids = logits.float().softmax(-1).topk(k, dim=-1)
+    ids = logits.topk(k, dim=-1).indices
+    p = logits.float().softmax(-1).gather(1, ids)
     if k > 1:
         p = p / p.sum(-1, keepdim=True)
     return p.to(logits.dtype), ids
@@ -416,8 +418,22 @@ class Bare(Mixture):
         )
 
 
+class ByLists(Mixture):
+    """Reads the ids on the CPU, and creates index tensors where the tokens are."""
+
+    def mix(self, x, weights, ids):
+        out, chosen = x * 0, ids.cpu().tolist()
+        for e, expert in enumerate(self.experts):
+            pairs = [(n, row.index(e)) for n, row in enumerate(chosen) if e in row]
+            if pairs:
+                rows, place = torch.tensor(pairs, device=x.device).T
+                y = weights[rows, place].unsqueeze(-1) * expert(x=x[rows])
+                out[rows] = out[rows] + y
+        return out
+
+
 @pytest.mark.parametrize(
-    "answer", [Mixture, Sorted, Unsorted, Functional, OwnRouting, Bare]
+    "answer", [Mixture, Sorted, Unsorted, OwnRouting, Bare, ByLists]
 )
 def test_other_right_mixtures_pass(answer):
     passes(answer, "MixtureOfExperts")
@@ -443,10 +459,18 @@ def balance_by_histogram(probabilities, experts, n_experts):
 
 
 def balance_token_by_token(probabilities, experts, n_experts):
-    counts = torch.zeros(n_experts, dtype=probabilities.dtype, device=experts.device)
-    ones = torch.ones(experts.numel(), dtype=probabilities.dtype, device=experts.device)
-    counts = counts.scatter_add(0, experts.flatten(), ones)
-    return (probabilities @ counts).mean() * n_experts / experts.numel()
+    counts = torch.zeros(n_experts, dtype=torch.long, device=experts.device)
+    counts = counts.scatter_add(
+        0, experts.flatten(), torch.ones_like(experts).flatten()
+    )
+    f = (counts / experts.numel()).to(probabilities.dtype)
+    return (probabilities @ f).mean() * n_experts
+
+
+def balance_counted_on_the_cpu(probabilities, experts, n_experts):
+    flat = experts.flatten().cpu().tolist()
+    f = torch.tensor([flat.count(e) / len(flat) for e in range(n_experts)])
+    return n_experts * f.to(probabilities) @ probabilities.mean(0)
 
 
 @pytest.mark.parametrize(
@@ -456,6 +480,7 @@ def balance_token_by_token(probabilities, experts, n_experts):
         balance_by_one_hot,
         balance_by_histogram,
         balance_token_by_token,
+        balance_counted_on_the_cpu,
     ],
 )
 def test_other_right_balancing_losses_pass(answer):
@@ -567,12 +592,73 @@ WRONG_ROUTING = {
     "first row": lambda z, k, w, i: (w[:1].expand_as(w), i),
     "epsilon": lambda z, k, w, i: (w / (1 + 1e-3), i),
     "from the cpu": from_the_cpu,
+    "weights to the cpu": lambda z, k, w, i: (w.cpu(), i),
+    "ids to the cpu": lambda z, k, w, i: (w, i.to("cpu")),
+    "named cpu": lambda z, k, w, i: (
+        w + torch.zeros(w.shape, dtype=w.dtype, device="cpu"),
+        i,
+    ),
+    "clamped": lambda z, k, w, i: reference.top_k_routing(z.clamp(-50, 50), k),
+    "float16 inside": lambda z, k, w, i: (
+        reference.top_k_routing(z.half(), k)[0].to(z.dtype),
+        i,
+    ),
+    "row mean of all": lambda z, k, w, i: reference.top_k_routing(z - z.mean(0), k),
+    "small cut off": lambda z, k, w, i: (w * (w > 0.2), i),
+    "ids as floats": lambda z, k, w, i: (w, i.to(z.dtype)),
+    "k below E": lambda z, k, w, i: reference.top_k_routing(
+        z, k if k < z.shape[-1] else 0
+    ),
+    "no double": lambda z, k, w, i: (w.float() if z.dtype == torch.float64 else w, i),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_ROUTING)
 def test_wrong_routing_fails(case):
     fails(routing(WRONG_ROUTING[case]), "top_k_routing")
+
+
+def one_maximum(logits, k):
+    kept, experts = logits.topk(checked(k, logits.shape[-1]), -1)
+    z = (kept - logits.max()).exp()
+    whole = (logits - logits.max()).exp()
+    return z / (whole if k == 1 else z).sum(-1, True), experts
+
+
+def maximum_before_choice(logits, k):
+    z = (logits - logits.max()).exp()
+    kept, experts = z.topk(checked(k, logits.shape[-1]), -1)
+    return kept / (z if k == 1 else kept).sum(-1, True), experts
+
+
+def first_maximum(logits, k):
+    experts = logits.topk(checked(k, logits.shape[-1]), -1).indices
+    whole = (logits - logits[0].max()).exp()
+    z = whole.gather(1, experts)
+    return z / (whole if k == 1 else z).sum(-1, True), experts
+
+
+def by_probability(logits, k):
+    p, experts = torch.softmax(logits, -1).topk(checked(k, logits.shape[-1]), -1)
+    return p if k == 1 else p / p.sum(-1, True), experts
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (one_maximum, "one_maximum_for_all"),
+        (maximum_before_choice, "one_maximum_for_the_choice"),
+        (first_maximum, "maximum_of_the_first_row"),
+        (by_probability, "chosen_by_probability"),
+    ],
+)
+def test_rows_and_scores_that_lie_far_apart(answer, fault):
+    fails(answer, "top_k_routing", fault)
+
+
+def test_a_k_of_all_experts_is_told_without_a_hint_about_something_else():
+    report = evaluate(routing(WRONG_ROUTING["k below E"]), "top_k_routing")
+    assert "Hint" not in report.message
 
 
 def test_a_routing_that_centres_in_place_fails():
@@ -639,6 +725,15 @@ def _one_gathered_weight(self, x, weights, ids):
     return (weights[..., None] * torch.einsum("nkdf,nkf->nkd", w_2, y)).sum(1)
 
 
+def _past_the_call(self, x, weights, ids):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(self.experts):
+        token, place = torch.where(ids == e)
+        share = weights[token, place, None]
+        out = out.index_add(0, token, share * expert.forward(x[token]))
+    return out
+
+
 def _own_parameters(self, d_model, d_ff, n_experts, k):
     Mixture.__init__(self, d_model, d_ff, n_experts, k)
     self.scale = nn.Parameter(torch.ones(1))
@@ -672,7 +767,65 @@ def _bare_router(self, d_model, d_ff, n_experts, k):
     self.router = nn.Parameter(torch.randn(n_experts, d_model))
 
 
+def _zeros(**options):
+    def mix(self, x, weights, ids):
+        out = torch.zeros(x.shape, dtype=x.dtype, **options)
+        for e, expert in enumerate(self.experts):
+            token, place = torch.where(ids == e)
+            y = weights[token, place, None] * expert(x[token])
+            out = out.index_add(0, token, y)
+        return out
+
+    return mix
+
+
+def _experts_detached(self, x, weights, ids):
+    return Mixture.mix(self, x.detach(), weights, ids)
+
+
+def _padded(self, x, weights, ids):
+    for expert in self.experts:
+        expert(x[:4] * 0)
+    return Mixture.mix(self, x, weights, ids)
+
+
+def _remembers(self, x):
+    if not hasattr(self, "chosen") or len(self.chosen[1]) != len(x):
+        self.chosen = Mixture.route(self, x)
+    return self.chosen
+
+
+def _k_below_all(self, d_model, d_ff, n_experts, k):
+    if not 1 <= k < n_experts:
+        raise ValueError(f"k is {k}, experts {n_experts}")
+    Mixture.__init__(self, d_model, d_ff, n_experts, k)
+
+
+def _never_initialised(self, d_model, d_ff, n_experts, k):
+    self.router = nn.Linear(d_model, n_experts, bias=False)
+
+
+def _sizes_exchanged(self, d_model, d_ff, n_experts, k):
+    Mixture.__init__(self, d_ff, d_model, n_experts, k)
+
+
 WRONG_LAYERS = {
+    "zeros on the cpu": layer_with(mix=_zeros(device="cpu")),
+    "zeros without device": layer_with(mix=_zeros()),
+    "experts detached": layer_with(mix=_experts_detached),
+    "padded": layer_with(mix=_padded),
+    "the first choice for ever": layer_with(route=_remembers),
+    "k below all": layer_with(__init__=_k_below_all),
+    "no super": layer_with(__init__=_never_initialised),
+    "sizes exchanged": layer_with(__init__=_sizes_exchanged),
+    "weights without a small one": layer_with(
+        mix=lambda self, x, w, i: Mixture.mix(self, x, w * (w > 0.1), i)
+    ),
+    "view": layer_with(
+        forward=lambda self, x: Mixture.forward(self, x.view(-1, x.shape[-1])).view(
+            x.shape
+        )
+    ),
     "sum on the cpu": layer_with(mix=_sum_on_the_cpu),
     "router as a parameter": layer_with(
         __init__=_bare_router,
@@ -705,9 +858,32 @@ def test_wrong_layers_fail(case):
     fails(WRONG_LAYERS[case], "MixtureOfExperts")
 
 
-def test_weights_gathered_for_each_token_pass():
-    """As many operations, though far more memory: allowed."""
-    passes(layer_with(mix=_one_gathered_weight), "MixtureOfExperts")
+def test_experts_that_are_not_called_fail():
+    """The values are right, but an expert may be any network."""
+    answer = layer_with(mix=_one_gathered_weight)
+    fails(answer, "MixtureOfExperts", "experts_not_called")
+    fails(Functional, "MixtureOfExperts", "experts_not_called")
+    fails(layer_with(mix=_past_the_call), "MixtureOfExperts", "experts_not_called")
+
+
+def test_the_device_is_named_and_no_other_mistake():
+    for case in ("zeros on the cpu", "zeros without device"):
+        fails(WRONG_LAYERS[case], "MixtureOfExperts", "created_on_the_cpu")
+    fails(
+        WRONG_LAYERS["experts detached"], "MixtureOfExperts", "experts_input_detached"
+    )
+
+
+def test_hints_are_about_what_failed():
+    for case in ("k below all", "no super", "sizes exchanged", "other names"):
+        report = evaluate(WRONG_LAYERS[case], "MixtureOfExperts")
+        assert report.fault is None
+        assert "Hint" not in report.message, report.message
+
+
+def test_the_call_that_had_wrong_gradients_is_the_learners():
+    report = evaluate(WRONG_LAYERS["experts detached"], "MixtureOfExperts")
+    assert "`MixtureOfExperts(5, 7, 3, 2)(x=tensor(2, 6, 5))`" in report.message
 
 
 def test_a_layer_that_computes_all_experts_is_told_what_it_costs():
@@ -745,6 +921,46 @@ def test_wrong_balancing_losses_fail(case):
     fails(balancing(WRONG_BALANCE[case]), "load_balancing_loss")
 
 
+def f_by_division(p, i, n):
+    return torch.bincount(i.flatten(), minlength=n) / i.numel()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        f_by_division,
+        lambda p, i, n: torch.bincount(i.flatten(), minlength=n).float() / i.numel(),
+        lambda p, i, n: F.one_hot(i, n).float().mean((0, 1)),
+    ],
+)
+def test_f_left_in_float32_is_named(f):
+    def load_balancing_loss(probabilities, experts, n_experts):
+        share = f(probabilities, experts, n_experts)
+        return n_experts * (share * probabilities.mean(0)).sum()
+
+    fails(load_balancing_loss, "load_balancing_loss", "f_in_float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bfloat16])
+def test_counts_in_low_precision_fail(dtype):
+    def load_balancing_loss(probabilities, experts, n_experts):
+        counts = torch.zeros(n_experts, dtype=dtype, device=experts.device)
+        ones = torch.ones(experts.numel(), dtype=dtype, device=experts.device)
+        f = counts.index_add(0, experts.flatten(), ones).float() / experts.numel()
+        return n_experts * (f.to(probabilities.dtype) * probabilities.mean(0)).sum()
+
+    fails(load_balancing_loss, "load_balancing_loss")
+
+    def drop_over_capacity(experts, n_experts, capacity):
+        fits(capacity)
+        chose = F.one_hot(experts.T.flatten(), n_experts).to(dtype)
+        place = (chose.cumsum(0, dtype=dtype) * chose).sum(1)
+        return (place <= capacity).view(experts.T.shape).T
+
+    name = str(dtype).removeprefix("torch.")
+    fails(drop_over_capacity, "drop_over_capacity", f"counted_in_{name}")
+
+
 def dropping(change):
     def drop_over_capacity(experts, n_experts, capacity):
         kept = reference.drop_over_capacity(experts, n_experts, capacity)
@@ -755,6 +971,16 @@ def dropping(change):
 
 WRONG_DROPPING = {
     "a list": lambda kept, i, n, c: kept.tolist(),
+    "to the cpu": lambda kept, i, n, c: kept.cpu(),
+    "two queues at three": lambda kept, i, n, c: torch.cat(
+        [kept[:, :2], reference.drop_over_capacity(i[:, 2:], n, c)], 1
+    ),
+    "full after the first": lambda kept, i, n, c: (
+        (reference.drop_over_capacity(i, n, c) & (kept.cumsum(0) > 0)) & (c > 1)
+    ),
+    "ids sorted": lambda kept, i, n, c: reference.drop_over_capacity(
+        i.sort(-1).values, n, c
+    ),
     "first place open": lambda kept, i, n, c: (
         kept | (torch.arange(len(kept)) < 1)[:, None]
     ),
@@ -790,6 +1016,25 @@ def test_a_tensor_created_without_its_device_is_found():
     assert "on which device" in report.message
 
 
+def test_a_named_cpu_is_told_as_that():
+    for change in (lambda kept: kept.cpu(), lambda kept: kept.to("cpu").T.T):
+
+        def drop_over_capacity(experts, n_experts, capacity, change=change):
+            return change(reference.drop_over_capacity(experts, n_experts, capacity))
+
+        report = evaluate(drop_over_capacity)
+        assert report.status == "failed"
+        assert "names the CPU" in report.message
+
+
+def test_work_on_the_cpu_that_comes_back_passes():
+    def drop_over_capacity(experts, n_experts, capacity):
+        kept = reference.drop_over_capacity(experts.cpu(), n_experts, capacity)
+        return kept.to(experts.device)
+
+    passes(drop_over_capacity, "drop_over_capacity")
+
+
 def test_queues_that_are_kept_fail():
     waiting = {}
 
@@ -803,6 +1048,53 @@ def test_queues_that_are_kept_fail():
     fails(drop_over_capacity, "drop_over_capacity")
 
 
+def test_a_queue_in_a_default_is_told_as_kept():
+    def drop_over_capacity(experts, n_experts, capacity, used={}):  # noqa: B006
+        fits(capacity)
+        kept = torch.zeros_like(experts, dtype=torch.bool)
+        for j in range(experts.shape[1]):
+            for i, e in enumerate(experts[:, j].tolist()):
+                used[e] = used.get(e, 0) + 1
+                kept[i, j] = used[e] <= capacity
+        return kept
+
+    for _ in range(2):
+        report = evaluate(drop_over_capacity)
+        assert report.status == "failed"
+        assert report.fault is None
+        assert "kept from call to call" in report.message
+
+
+def test_a_count_that_changes_the_config_is_told():
+    def moe_parameters(config, n_experts, k):
+        found = reference.moe_parameters(config, n_experts, k)
+        config.d_ff *= n_experts
+        return found
+
+    for _ in range(2):
+        report = evaluate(moe_parameters)
+        assert "changed the `config`" in report.message
+    passes(reference.moe_parameters, "moe_parameters")
+
+
+def test_a_model_is_not_built_in_order_to_count_it():
+    def moe_parameters(config, n_experts, k):
+        checked(k, n_experts)
+        model = Transformer(config)
+        for block in model.blocks:
+            block.feed_forward = reference.MixtureOfExperts(
+                config.d_model, config.d_ff, n_experts, k
+            )
+        total = sum(p.numel() for p in model.parameters())
+        idle = 3 * config.d_model * config.d_ff * config.n_layers * (n_experts - k)
+        return total, total - idle
+
+    report = evaluate(moe_parameters)
+    assert report.status == "failed"
+    assert "without building the model" in report.message
+    assert len(report.verified) == 3
+
+
 def counts(change):
     def moe_parameters(config, n_experts, k):
         return change(*reference.moe_parameters(config, n_experts, k), config, k)
@@ -814,6 +1106,16 @@ WRONG_COUNTS = {
     "a dict": lambda total, active, c, k: {"total": total, "active": active},
     "in billions": lambda total, active, c, k: (total / 1e9, active / 1e9),
     "idle": lambda total, active, c, k: (total, total - active),
+    "floats": lambda total, active, c, k: (float(total), float(active)),
+    "tensors": lambda total, active, c, k: (
+        torch.tensor(total),
+        torch.tensor(active),
+    ),
+    "three": lambda total, active, c, k: (total, active, total - active),
+    "norm of the end": lambda total, active, c, k: (
+        total - c.d_model,
+        active - c.d_model,
+    ),
     "no norms": lambda total, active, c, k: (
         total - c.d_model * (2 * c.n_layers + 1),
         active - c.d_model * (2 * c.n_layers + 1),
@@ -855,6 +1157,12 @@ def test_other_right_parts_fit_together():
 def test_a_joint_finds_experts_that_do_not_fit():
     for wrong in (layer_with(mix=_shared_first), layer_with(route=_absolute)):
         assert joined(MixtureOfExperts=wrong).status == "failed"
+
+
+def test_the_joint_compares_with_the_calls():
+    report = joined(MixtureOfExperts=layer_with(mix=_one_gathered_weight))
+    assert report.status == "failed"
+    assert "each expert was called" in report.message
 
 
 def test_messages_give_no_answer_away():
