@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from datetime import date
+from functools import partial
 
 import pytest
 import torch
@@ -298,6 +299,8 @@ class ByLibrary(CrossAttention):
     def forward(self, x, memory, memory_mask=None):
         pair = memory if isinstance(memory, tuple) else self.keys_values(memory)
         q = split_heads(self.w_q(x), self.n_heads)
+        if memory_mask is not None:  # it takes no mask of one dimension
+            memory_mask = torch.atleast_2d(memory_mask)
         out = F.scaled_dot_product_attention(q, *pair, attn_mask=memory_mask)
         return self.w_o(merge_heads(out))
 
@@ -423,7 +426,7 @@ class Halves(nn.Module):
         for row, n in enumerate(lengths.tolist()):
             if n == 0:
                 raise ValueError(f"nothing in row {row}")
-        mask = padding_mask(lengths, source.size(1))
+        mask = source.ne(self.config.pad_id).reshape(len(source), 1, 1, -1)
         x = self.embed(source)
         for block in self.encoder:
             x = block(x, mask)
@@ -478,7 +481,8 @@ def translate_with_lists(model, source, start_id, end_id, max_tokens):
         rows = [[start_id] for _ in source]
         done = [False] * len(rows)
         for _ in range(max_tokens):
-            logits = model.decode(torch.tensor(rows), pairs, memory_mask=mask)
+            seen = torch.tensor(rows, device=source.device)
+            logits = model.decode(seen, pairs, memory_mask=mask)
             for i, row in enumerate(rows):
                 row.append(
                     model.config.pad_id if done[i] else int(logits[i, -1].argmax())
@@ -486,10 +490,24 @@ def translate_with_lists(model, source, start_id, end_id, max_tokens):
                 done[i] = done[i] or row[-1] == end_id
             if all(done):
                 break
-    return torch.tensor([row[1:] for row in rows])
+    return torch.tensor([row[1:] for row in rows], device=source.device)
 
 
-@pytest.mark.parametrize("answer", [translate_in_a_buffer, translate_with_lists])
+def translate_in_eval_mode(model, source, start_id, end_id, max_tokens):
+    """Another message, and a mode that is put back."""
+    if max_tokens < 1 or max_tokens > model.config.max_len:
+        raise ValueError(f"max_tokens may not be {max_tokens}")
+    mode = model.training
+    model.eval()
+    try:
+        return translate(model, source, start_id, end_id, max_tokens)
+    finally:
+        model.train(mode)
+
+
+@pytest.mark.parametrize(
+    "answer", [translate_in_a_buffer, translate_with_lists, translate_in_eval_mode]
+)
 def test_translate_in_other_forms(answer):
     passes(answer, "translate")
 
@@ -745,6 +763,303 @@ def limit_of_the_source(model, source, start_id, end_id, max_tokens):
 )
 def test_wrong_translations_fail(answer):
     fails(answer, "translate")
+
+
+# Wrong answers of a reader, some with the mistake that is named -----------------------
+
+
+def shift_in_bytes(ids, start_id):
+    start = torch.full((len(ids), 1), start_id % 256, dtype=torch.uint8)
+    return torch.cat([start.to(ids.dtype), ids[:, :-1]], 1)
+
+
+def test_a_large_start_is_kept():
+    fails(shift_in_bytes, "shift_right")
+
+
+class ProjectsAnyway(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        self.w_k(x)
+        return super().forward(x, memory, memory_mask)
+
+
+class ProjectsWithoutTheLayer(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        _ = x @ self.w_v.weight.T
+        return super().forward(x, memory, memory_mask)
+
+
+class FourDimensionsOnly(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        if memory_mask is not None and memory_mask.dim() != 4:
+            memory_mask = None
+        return super().forward(x, memory, memory_mask)
+
+
+class WholeRowsOnly(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        k, v = memory if isinstance(memory, tuple) else self.keys_values(memory)
+        q = split_heads(self.w_q(x), self.n_heads)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if memory_mask is not None:
+            scores = scores.masked_fill(~memory_mask, -torch.inf)
+        out = self.w_o(merge_heads(scores.softmax(-1) @ v))
+        if memory_mask is not None:
+            blind = ~memory_mask.flatten(1).any(1)
+            out = torch.where(blind[:, None, None], 0, out)
+        return out
+
+
+class SmallFill(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        k, v = memory if isinstance(memory, tuple) else self.keys_values(memory)
+        q = split_heads(self.w_q(x), self.n_heads)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if memory_mask is not None:
+            scores = scores.masked_fill(~memory_mask, -30)
+        p = scores.softmax(-1)
+        if memory_mask is not None:
+            p = p * memory_mask
+        return self.w_o(merge_heads(p @ v))
+
+
+class KeepsTheMemory(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        self.cache = memory
+        return super().forward(x, memory, memory_mask)
+
+
+class KeepsByAddress(CrossAttention):
+    def __init__(self, d_model, n_heads):
+        super().__init__(d_model, n_heads)
+        self.kept = {}
+
+    def forward(self, x, memory, memory_mask=None):
+        if torch.is_tensor(memory):
+            key = memory.data_ptr(), memory._version
+            if key not in self.kept:
+                self.kept = {key: self.keys_values(memory)}
+            memory = self.kept[key]
+        return super().forward(x, memory, memory_mask)
+
+
+class FirstRowsMask(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        if memory_mask is not None and memory_mask.dim() == 4:
+            memory_mask = memory_mask[:1]
+        return super().forward(x, memory, memory_mask)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (ProjectsAnyway, None),
+        (ProjectsWithoutTheLayer, None),
+        (FourDimensionsOnly, None),
+        (WholeRowsOnly, "zeros_for_whole_rows_alone"),
+        (SmallFill, None),
+        (KeepsTheMemory, "last_memory_kept"),
+        (KeepsByAddress, None),
+        (FirstRowsMask, "only_the_first_rows_mask"),
+    ],
+)
+def test_readers_cross_attentions_fail(answer, fault):
+    report = fails(answer, "CrossAttention")
+    assert fault is None or report.fault == fault, report.message
+
+
+class Relu6(EncoderBlock):
+    def __init__(self, config):
+        super().__init__(config)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, F.relu6)
+
+
+class Relu6Writer(DecoderBlock):
+    def __init__(self, config):
+        super().__init__(config)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, F.relu6)
+
+
+class OneMask(DecoderBlock):
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        return super().forward(x, memory, mask, mask)
+
+
+def test_readers_blocks_fail():
+    fails(Relu6, "EncoderBlock")
+    fails(Relu6Writer, "DecoderBlock")
+    assert fails(OneMask, "DecoderBlock").fault == "mask_for_both"
+
+
+class MaskLostWithAList(EncoderDecoder):
+    def decode(self, target, memory, memory_mask=None):
+        if isinstance(memory, list):
+            memory_mask = None
+        return super().decode(target, memory, memory_mask)
+
+
+class CountsPadding(EncoderDecoder):
+    def encode(self, source):
+        _, mask = super().encode(source)
+        n = mask.sum(-1).flatten()
+        x, mask = self.embed(source), padding_mask(n, source.shape[1])
+        for block in self.encoder:
+            x = block(x, mask)
+        return self.encoder_norm(x), mask
+
+
+class AsksTheFirstToken(EncoderDecoder):
+    def encode(self, source):
+        if source.numel() and (source[:, 0] == self.config.pad_id).any():
+            row = int((source[:, 0] == self.config.pad_id).nonzero()[0])
+            raise ValueError(f"row {row} is padding")
+        return super().encode(source)
+
+
+class CutsThePadding(EncoderDecoder):
+    def encode(self, source):
+        n = int((source != self.config.pad_id).sum(1).max()) if source.numel() else 0
+        return super().encode(source[:, : max(n, 1)])
+
+
+class NormShared(EncoderDecoder):
+    def __init__(self, config):
+        super().__init__(config)
+        self.decoder_norm = self.encoder_norm
+
+
+class NoConfig(EncoderDecoder):
+    def __init__(self, config):
+        super().__init__(config)
+        self.c = config
+        del self.config
+
+    def __getattr__(self, name):
+        if name == "config":
+            raise AttributeError("config")
+        return super().__getattr__(name)
+
+    def embed(self, ids):
+        if ids.shape[1] > self.c.max_len:
+            raise ValueError(f"{ids.shape[1]}, {self.c.max_len}")
+        x = self.embedding(ids)
+        return x + sinusoidal(ids.shape[1], x.shape[-1]).to(x)
+
+    def encode(self, source):
+        real = source != self.c.pad_id
+        for row, text in enumerate(real):
+            if not text.any():
+                raise ValueError(f"row {row}")
+        x, mask = self.embed(source), real[:, None, None]
+        for block in self.encoder:
+            x = block(x, mask)
+        return self.encoder_norm(x), mask
+
+
+class PositionsOnTheCpu(EncoderDecoder):
+    def embed(self, ids):
+        if ids.shape[1] > self.config.max_len:
+            raise ValueError(f"{ids.shape[1]}, {self.config.max_len}")
+        x = self.embedding(ids)
+        return x + sinusoidal(ids.shape[1], x.shape[-1]).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault", "words"),
+    [
+        (MaskLostWithAList, "mask_forgotten_with_a_list", "a list and a mask"),
+        (CountsPadding, "padding_counted", "in front"),
+        (AsksTheFirstToken, None, "padding may stand anywhere"),
+        (CutsThePadding, "source_cut", "end of every row"),
+        (NormShared, "norms_shared", "one object"),
+        (NoConfig, None, "`config`"),
+        (PositionsOnTheCpu, None, "on the CPU"),
+    ],
+)
+def test_readers_models_fail(answer, fault, words):
+    report = fails(answer, "EncoderDecoder")
+    assert report.fault == fault, report.message
+    assert words in report.message, report.message
+
+
+def written(
+    model,
+    source,
+    start_id,
+    end_id,
+    max_tokens,
+    anew=False,
+    device=None,
+    order="right",
+    pad_ends=False,
+    limit=0,
+):
+    """`translate` with one thing changed."""
+    c = model.config
+    if not 1 <= max_tokens <= c.max_len - limit:
+        raise ValueError(f"max_tokens is {max_tokens}")
+    with torch.no_grad():
+        memory, mask = model.encode(source)
+        pairs = [b.cross_attention.keys_values(memory) for b in model.decoder]
+        ids = source.new_full((len(source), 1), start_id)
+        device = device or source.device
+        ended = torch.zeros(len(source), dtype=torch.bool, device=device)
+        for _ in range(max_tokens):
+            if anew:
+                pairs = [b.cross_attention.keys_values(memory) for b in model.decoder]
+            new = model.decode(ids, pairs, mask)[:, -1].argmax(-1)
+            if order == "wrong":
+                ended = ended | (new == end_id)
+            new = new.masked_fill(ended, c.pad_id)
+            ended = ended | (new == end_id)
+            if pad_ends:
+                ended = ended | (new == c.pad_id)
+            ids = torch.cat([ids, new[:, None]], 1)
+            if ended.all():
+                break
+    return ids[:, 1:]
+
+
+def in_eval(model, *args):
+    model.eval()
+    return translate(model, *args)
+
+
+def in_training_after(model, *args):
+    model.eval()
+    out = translate(model, *args)
+    model.train()
+    return out
+
+
+def ends_or_minus_1(model, source, start_id, end_id, max_tokens):
+    return translate(model, source, start_id, end_id or -1, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (partial(written, device="cpu"), None),
+        (partial(written, anew=True), "pairs_each_step"),
+        (partial(written, order="wrong"), "end_overwritten"),
+        (partial(written, pad_ends=True), "padding_ends"),
+        (partial(written, limit=1), None),
+        (in_eval, "mode_changed"),
+        (in_training_after, "mode_set_to_training"),
+        (ends_or_minus_1, "end_0_ignored"),
+        (one_row_at_a_time, "row_by_row"),
+    ],
+)
+def test_readers_translations_fail(answer, fault):
+    def translate(model, source, start_id, end_id, max_tokens):
+        return answer(model, source, start_id, end_id, max_tokens)
+
+    report = fails(translate, "translate")
+    assert report.fault == fault, report.message
+
+
+def test_the_form_that_is_changed_is_right():
+    passes(written, "translate")
 
 
 # What the lesson promises -------------------------------------------------------------

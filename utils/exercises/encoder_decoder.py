@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.exercise import Exercise, Joint
 from utils.exercises.forward_pass import (
@@ -289,7 +290,7 @@ def crossed(x, memory, p, n_heads, mask=None, knob=""):
     if knob == "mask_read_the_other_way" and mask is not None:
         mask = ~mask
     if knob == "looks_back_only":
-        square = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        square = torch.ones_like(scores, dtype=torch.bool).tril()
         mask = square if mask is None else mask & square
     if mask is not None and knob not in ("zero_and_one_added", "after_the_softmax"):
         low = -1e9 if knob == "mean_where_nothing_is_seen" else -torch.inf
@@ -319,7 +320,7 @@ def crossed(x, memory, p, n_heads, mask=None, knob=""):
 
 
 def normed(x, p, name, c, knob=""):
-    eps = 1e-6 if knob == "eps_ignored" else c.norm_eps
+    eps = 1e-6 if knob in ("eps_ignored", f"{name}_eps_ignored") else c.norm_eps
     if knob == "layer_norm":
         return F.layer_norm(x, x.shape[-1:], p[name], None, eps)
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * p[name]
@@ -345,8 +346,10 @@ def self_attended(x, p, c, mask, knob=""):
     n_heads = 1 if knob == "one_head" else c.n_heads
     if knob == "mask_ignored":
         mask = None
+    if knob == "mask_inverted" and mask is not None:
+        mask = ~mask
     if knob == "always_causal":
-        mask = causal(x.shape[1])
+        mask = causal(x.shape[1]).to(x.device)
     own = own_weights(p, "attention")
     if knob != "rotated":
         return crossed(x, x, own, n_heads, mask)
@@ -377,6 +380,14 @@ def encoder_block(x, p, c, mask=None, knob=""):
     if knob == "post_norm":
         x = norm(x + attend(x), "norm_1")
         return norm(x + think(x), "norm_2")
+    if knob == "second_residual_missing":
+        return think(norm(x + attend(norm(x, "norm_1")), "norm_2"))
+    if knob == "second_sublayer_post_norm":
+        x = x + attend(norm(x, "norm_1"))
+        return norm(x + think(x), "norm_2")
+    if knob == "norm_and_sublayer_exchanged":
+        x = x + norm(attend(x), "norm_1")
+        return x + norm(think(x), "norm_2")
     if knob == "parallel":
         return x + attend(norm(x, "norm_1")) + think(norm(x, "norm_2"))
     if knob == "feed_forward_first":
@@ -402,6 +413,10 @@ def encoder_block(x, p, c, mask=None, knob=""):
 def decoder_block(x, memory, p, c, mask=None, memory_mask=None, knob=""):
     if knob == "masks_exchanged":
         mask, memory_mask = memory_mask, mask
+    if knob == "mask_for_both":
+        memory_mask = mask
+    if knob == "memory_mask_for_both":
+        mask = memory_mask
     if knob == "memory_mask_ignored":
         memory_mask = None
 
@@ -513,6 +528,19 @@ def cross_with(knob="", checks=True):
             return heads_of(k, self.n_heads), heads_of(v, self.n_heads)
 
         def forward(self, x, memory, memory_mask=None):
+            if knob == "projects_all_the_same":
+                self.keys_values(x)
+            if knob == "last_memory_kept":
+                self.last = memory
+            if knob == "only_the_first_rows_mask" and memory_mask is not None:
+                memory_mask = memory_mask[:1]
+            if knob == "zeros_for_whole_rows_alone" and memory_mask is not None:
+                blind = ~memory_mask.flatten(1).any(1)
+                out = crossed(
+                    *(x, memory, self.held(), self.n_heads, memory_mask),
+                    "nan_where_nothing_is_seen",
+                )
+                return out.masked_fill(blind[:, None, None], 0)
             if knob == "first_memory_kept":
                 if self.first is None:
                     self.first = cross_with().keys_values(self, memory)
@@ -576,6 +604,8 @@ def model_with(knob="", change=None, shared_block=False):
         def embed(self, ids, half):
             c, t = self.config, ids.shape[1]
             unchecked = f"{half}_length_unchecked"
+            if knob == "max_len_refused" and t == c.max_len:
+                raise ValueError(f"{t} tokens, max_len {c.max_len}")
             if t > c.max_len and knob != unchecked:
                 raise ValueError(f"{t} tokens, max_len {c.max_len}")
             x = self.held()["embedding"][ids]
@@ -583,12 +613,25 @@ def model_with(knob="", change=None, shared_block=False):
                 x = x * math.sqrt(c.d_model)
             if knob in ("no_positions", f"no_{half}_positions"):
                 return x
+            if knob == "positions_from_1":
+                return x + waves(t + 1, c.d_model)[1:].to(x)
+            if knob == "positions_twice":
+                x = x + waves(t, c.d_model).to(x)
             return x + waves(t, c.d_model).to(x)
 
         def encode(self, source):
             c, p = self.config, self.held()
             pad_id = 0 if knob == "padding_is_0" else c.pad_id
             real = source != pad_id
+            if knob == "padding_counted":
+                places = torch.arange(source.shape[1], device=source.device)
+                real = places < real.sum(1, keepdim=True)
+            first = real[:, :1].all() if source.numel() else True
+            if knob == "first_token_decides" and not first:
+                raise ValueError("a row begins with padding")
+            if knob == "source_cut":
+                n = int(real.sum(1).max())
+                source, real = source[:, :n], real[:, :n]
             if source.numel() == 0 and knob != "empty_accepted":
                 raise ValueError("the source is empty")
             alone = (~real.any(1)).nonzero().flatten().tolist()
@@ -602,7 +645,7 @@ def model_with(knob="", change=None, shared_block=False):
             x = self.embed(source, "source")
             seen = None if knob in ("encoder_sees_padding", "padding_seen") else mask
             if knob == "encoder_causal":
-                seen = mask & causal(source.shape[1])
+                seen = mask & causal(source.shape[1]).to(mask.device)
             if knob == "encoder_unused":
                 return x, mask
             layers = range(c.n_layers)
@@ -619,12 +662,15 @@ def model_with(knob="", change=None, shared_block=False):
                 self.states = states
             if knob == "encoder_norm_unused" or knob == "no_encoder_norm":
                 return x, mask
-            return normed(x, p, "encoder_norm", c), mask
+            return normed(x, p, "encoder_norm", c, knob), mask
 
         def decode(self, target, memory, memory_mask=None):
             c, p, t = self.config, self.held(), target.shape[1]
+            if knob == "shifted_in_decode":
+                start = torch.full_like(target[:, :1], 1)
+                target = torch.cat([start, target[:, :-1]], 1)
             x = self.embed(target, "target")
-            mask = causal(t)
+            mask = causal(t).to(target.device)
             if knob == "no_mask":
                 mask = None
             if knob == "mask_upside_down":
@@ -634,6 +680,8 @@ def model_with(knob="", change=None, shared_block=False):
             if knob == "cross_sees_padding":
                 memory_mask = None
             layers = range(c.n_layers)
+            if knob == "mask_forgotten_with_a_list" and isinstance(memory, list):
+                memory_mask = None
             for i in reversed(layers) if knob == "blocks_reversed" else layers:
                 own = memory
                 if isinstance(memory, list):
@@ -645,10 +693,12 @@ def model_with(knob="", change=None, shared_block=False):
                     x, own, self.own(f"decoder.{i}"), c, mask, memory_mask
                 )
             if knob != "decoder_norm_unused":
-                x = normed(x, p, "decoder_norm", c)
+                x = normed(x, p, "decoder_norm", c, knob)
             logits = F.linear(x, p["head"])
             if knob == "probabilities":
                 return torch.softmax(logits, -1)
+            if knob == "log_probabilities":
+                return torch.log_softmax(logits, -1)
             if knob == "last_position_only":
                 return logits[:, -1]
             return logits
@@ -687,7 +737,11 @@ def _(answer, t):
 def _(answer, t):
     ids = probe_ids(3, 5, below=23, seed=1)
     t.equal(t.call(answer, ids, 1), shifted(ids, 1), "the result")
-    t.equal(t.call(answer, ids=ids, start_id=0), shifted(ids, 0), "with start 0, it")
+    t.equal(
+        t.call(answer, ids=ids, start_id=0), shifted(ids, 0), "with start 0, the result"
+    )
+    actual = t.call(answer, ids, 30_000)
+    t.equal(actual, shifted(ids, 30_000), "with start 30000, the result")
 
 
 @shift.requires("a single token is replaced by the start, the row's length stays")
@@ -809,6 +863,46 @@ def made_cross(answer, t, d_model, n_heads, seed):
     return module, oracle
 
 
+class Used(TorchDispatchMode):
+    """Notes which of a module's matrices something is computed with."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.known = {
+            id(p): n.removesuffix(".weight") for n, p in module.named_parameters()
+        }
+        self.names = set()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        self.names |= {self.known[id(a)] for a in args if id(a) in self.known}
+        return f(*args, **(kwargs or {}))
+
+
+def kept_tensors(module):
+    """Where a module holds tensors that are no parameters: attribute → their number."""
+
+    def count(value):
+        if isinstance(value, torch.Tensor):
+            return 1
+        if isinstance(value, dict):
+            return sum(map(count, [*value.keys(), *value.values()]))
+        if isinstance(value, (list, tuple, set)):
+            return sum(map(count, value))
+        return 0
+
+    found = {}
+    for part in module.modules():
+        held = {n: v for n, v in vars(part).items() if not n.startswith("_")}
+        for name, value in (held | part._buffers).items():
+            found[name] = found.get(name, 0) + count(value)
+        for name in vars(part).keys() - held.keys() - NN_MODULE:
+            found[name] = found.get(name, 0) + count(vars(part)[name])
+    return found
+
+
+NN_MODULE = vars(nn.Module()).keys()
+
+
 def torch_pair(memory, weights, n_heads):
     """Keys and values, each head a slice."""
     pair = []
@@ -869,12 +963,25 @@ def _(answer, t):
 def _(answer, t):
     module, oracle = made_cross(answer, t, 12, 3, seed=50)
     x, memory = probe(4, 5, 12, seed=51), probe(4, 7, 12, seed=52)
-    lengths = torch.tensor([7, 3, 1, 5])
+    lengths = torch.tensor([3, 7, 1, 5])
     rows = (torch.arange(7) < lengths[:, None])[:, None, None]
     t.agrees(module, oracle, x, memory, rows)
     each = probe(4, 3, 5, 7, seed=53) > 0
     each[..., 2] = True
     t.agrees(module, oracle, x, memory, memory_mask=each)
+    for scale in (20.0, 300.0):  # scores far from 0
+        t.agrees(module, oracle, x, scale * memory, rows)
+
+
+@cross.requires(
+    "a mask of one, two or three dimensions broadcasts as well",
+    "Ask nothing of the mask's shape: the scores `(B, H, T, S)` take whatever broadcasts.",
+)
+def _(answer, t):
+    module, oracle = made_cross(answer, t, 12, 3, seed=55)
+    x, memory = probe(3, 5, 12, seed=56), probe(3, 7, 12, seed=57)
+    for shape in ((5, 7), (7,), (3, 5, 7)):
+        t.agrees(module, oracle, x, memory, random_mask(*shape, seed=58))
 
 
 @cross.requires(
@@ -892,6 +999,21 @@ def _(answer, t):
     gradients = torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)
     finite = all(g is None or bool(g.isfinite().all()) for g in gradients)
     t.true(finite, "The gradient is NaN where a row of the memory is hidden.")
+
+
+@cross.requires(
+    "a single position that may look at nothing gets zeros too, its neighbours do not",
+    "Which positions see nothing is a question for each query, not for each row.",
+)
+def _(answer, t):
+    module, oracle = made_cross(answer, t, 12, 3, seed=65)
+    x, memory = probe(2, 5, 12, seed=66), probe(2, 7, 12, seed=67)
+    mask = random_mask(2, 1, 5, 7, seed=68)
+    mask[0, :, 3] = False
+    t.agrees(module, oracle, x, memory, mask)
+    mask = random_mask(2, 3, 5, 7, seed=69)
+    mask[1, 1, 2] = False  # in one head alone
+    t.agrees(module, oracle, x, memory, mask)
 
 
 @cross.requires(
@@ -924,6 +1046,14 @@ def _(answer, t):
     other = tuple(y.flip(2) for y in pair)
     expected = oracle(x.double(), memory.flip(1).double())
     t.close(t.call(module, x, other), expected, "with another pair, the result")
+    with Used(module) as used:
+        t._run(module, (x, tuple(pair), mask), {})
+    for name in ("w_k", "w_v"):
+        t.true(
+            name not in used.names,
+            f"`{name}` ran although the pair was given. That is the work which the pair "
+            "saves.",
+        )
 
 
 @cross.requires("a width that is not divisible is a ValueError that names both numbers")
@@ -952,6 +1082,29 @@ def _(answer, t):
         actual = t.call(module.to(kind), y, memory)
         expected = torch_cross(y.double(), memory.double(), weights, 3)
         t.close(actual, expected, f"the result in {kind}", like=y)
+
+
+@cross.requires(
+    "the module keeps nothing between calls",
+    "What is kept belongs to the caller, as the pair that `keys_values` gives.",
+)
+def _(answer, t):
+    module, oracle = made_cross(answer, t, 12, 3, seed=120)
+    before = kept_tensors(module)
+    x, memory = probe(2, 5, 12, seed=121), probe(2, 7, 12, seed=122)
+    mask = random_mask(2, 1, 5, 7, seed=123)
+    t._run(module, (x, memory, mask), {})
+    memory.data.copy_(probe(2, 7, 12, seed=124))  # another text in the same place
+    expected = oracle(x.double(), memory.double(), mask)
+    actual = t._run(module, (x, memory, mask), {})
+    t.close(actual, expected, "for another memory in the same place, the result")
+    after = kept_tensors(module)
+    more = [name for name, n in after.items() if n > before.get(name, 0)]
+    t.true(
+        not more,
+        f"After a call the module holds tensors in `{', '.join(more)}`; it may keep "
+        "none.",
+    )
 
 
 @cross.requires("gradients reach x, the memory and all four matrices")
@@ -1010,6 +1163,14 @@ CROSS_FAULTS = {
     "sequence.",
     "pair_projected_again": "A pair that is given is projected once more. It holds keys "
     "and values already: use them as they are.",
+    "only_the_first_rows_mask": "The mask of the first row of the batch is used for all "
+    "rows.",
+    "zeros_for_whole_rows_alone": "Zeros come only where a whole row of the batch sees "
+    "nothing. A mask can leave a single query without any key, too.",
+    "projects_all_the_same": "Keys and values are made although the pair was given, and "
+    "then not used.",
+    "last_memory_kept": "The memory of the last call stays in the module, as long as the "
+    "module lives. The caller has it already.",
     "first_memory_kept": "The keys and values of the first call are kept in the module and "
     "used for every later one. Nothing may stay in it: the caller keeps the pair.",
 }
@@ -1056,6 +1217,11 @@ def made_encoder(answer, t, c, seed):
     return module, partial(torch_encoder_block, doubled(weights), c)
 
 
+def wide_awake(weights):
+    """The same with a first matrix whose results are large: ReLU has no upper end."""
+    return weights | {"feed_forward.w_1": 20 * weights["feed_forward.w_1"]}
+
+
 def random_mask(*shape, seed):
     """Allows about half of the keys, and for every query the third."""
     mask = probe(*shape, seed=seed) > 0
@@ -1082,6 +1248,9 @@ def _(answer, t):
 def _(answer, t):
     module, oracle = made_encoder(answer, t, SMALL, seed=200)
     t.agrees(module, oracle, probe(5, 1, 12, seed=201))
+    weights = wide_awake(weights_for(encoder_shapes(SMALL), 200))
+    oracle = partial(torch_encoder_block, doubled(weights), SMALL)
+    t.agrees(load_all(t, module, weights), oracle, probe(5, 1, 12, seed=201))
 
 
 @encoder.requires(
@@ -1099,7 +1268,7 @@ def _(answer, t):
 def _(answer, t):
     module, oracle = made_encoder(answer, t, SMALL, seed=230)
     x = probe(4, 7, 12, seed=231)
-    lengths = torch.tensor([7, 3, 1, 5])
+    lengths = torch.tensor([3, 7, 1, 5])
     t.agrees(module, oracle, x, (torch.arange(7) < lengths[:, None])[:, None, None])
     t.agrees(module, oracle, x, mask=random_mask(4, 3, 7, 7, seed=232))
 
@@ -1149,6 +1318,16 @@ ENCODER_FAULTS = {
     "layer_norm": "The norms subtract the mean, as LayerNorm does. `RMSNorm` does not.",
     "eps_ignored": "The norms use their default eps; the config's `norm_eps` is not passed "
     "on.",
+    "norm_1_eps_ignored": "`norm_1` has its default eps; pass `norm_eps` on to both.",
+    "norm_2_eps_ignored": "`norm_2` has its default eps; pass `norm_eps` on to both.",
+    "second_residual_missing": "The feed-forward network replaces the stream: its `x +` is "
+    "missing.",
+    "second_sublayer_post_norm": "The second norm comes after the addition; it belongs "
+    "before the feed-forward network.",
+    "norm_and_sublayer_exchanged": "The norms are applied to what the sublayers give, not "
+    "to what they read. Are the last two arguments of `pre_norm` exchanged?",
+    "mask_inverted": "The mask is inverted on the way. True = may look, here as in "
+    "`MultiHeadAttention`.",
     "always_causal": "The block hides what comes later. That is for a model that predicts "
     "what comes later; an encoder may see all of its text.",
     "mask_ignored": "The mask is not passed on to attention.",
@@ -1216,7 +1395,11 @@ def _(answer, t):
 )
 def _(answer, t):
     module, oracle = made_decoder(answer, t, SMALL, seed=300)
-    t.agrees(module, oracle, probe(5, 1, 12, seed=301), probe(5, 1, 12, seed=302))
+    x, memory = probe(5, 1, 12, seed=301), probe(5, 1, 12, seed=302)
+    t.agrees(module, oracle, x, memory)
+    weights = wide_awake(weights_for(decoder_shapes(SMALL), 300))
+    oracle = partial(torch_decoder_block, doubled(weights), SMALL)
+    t.agrees(load_all(t, module, weights), oracle, x, memory)
 
 
 @decoder.requires(
@@ -1242,11 +1425,8 @@ def _(answer, t):
 def _(answer, t):
     module, oracle = made_decoder(answer, t, SMALL, seed=330)
     x, memory = probe(4, 5, 12, seed=331), probe(4, 7, 12, seed=332)
-    lengths = torch.tensor([7, 3, 1, 5])
+    lengths = torch.tensor([3, 7, 1, 5])
     rows = (torch.arange(7) < lengths[:, None])[:, None, None]
-    t.agrees(module, oracle, x, memory, causal(5))
-    t.agrees(module, oracle, x, memory, None, rows)
-    t.agrees(module, oracle, x, memory, causal(5), rows)
     square = memory[:, :5]
     t.agrees(
         module,
@@ -1256,6 +1436,9 @@ def _(answer, t):
         mask=random_mask(4, 3, 5, 5, seed=333),
         memory_mask=random_mask(4, 3, 5, 5, seed=334),
     )
+    t.agrees(module, oracle, x, memory, causal(5))
+    t.agrees(module, oracle, x, memory, None, rows)
+    t.agrees(module, oracle, x, memory, causal(5), rows)
 
 
 @decoder.requires(
@@ -1336,6 +1519,10 @@ DECODER_FAULTS = {
     "memory_mask_ignored": "`memory_mask` is not passed on, so padding of the source is "
     "looked at.",
     "masks_exchanged": "The two masks are exchanged.",
+    "mask_for_both": "`mask` is used for both attentions; `memory_mask` belongs to the "
+    "second.",
+    "memory_mask_for_both": "`memory_mask` is used for both attentions; `mask` belongs to "
+    "the first.",
     "one_head": "The attentions have one head: `n_heads` is not passed on.",
     "rotated": "Queries and keys are rotated. Positions come with the embedding here.",
     "gelu": "The activation is GELU; this block has ReLU.",
@@ -1405,6 +1592,13 @@ def agree(t, actual, expected, what, module):
 def _(answer, t):
     for c in (SMALL, OTHER):
         module = t.call(answer, c)
+        norms = [
+            getattr(module, f"{half}_norm", None) for half in ("encoder", "decoder")
+        ]
+        t.true(
+            norms[0] is None or norms[0] is not norms[1],
+            "`encoder_norm` and `decoder_norm` are one object; each half has its own.",
+        )
         t.parameter_count(module, numbers_in(model_shapes(c)))
         load_all(t, module, weights_for(model_shapes(c), 0))
 
@@ -1453,6 +1647,28 @@ def _(answer, t):
 
 
 @model_.requires(
+    "padding may stand anywhere in a row, and in every row: the shapes stay",
+    "The mask is True where `source != pad_id`, place by place.",
+)
+def _(answer, t):
+    module, oracle = made_model(answer, t, SMALL, seed=650)
+    everywhere = F.pad(sources([5, 3], SMALL, seed=21), (0, 2), value=SMALL.pad_id)
+    gaps = sources([7, 7, 7], SMALL, seed=22)
+    gaps[0, :2] = gaps[1, 3] = gaps[2, 0] = gaps[2, 4:6] = SMALL.pad_id
+    for source, what in (
+        (everywhere, "with padding at the end of every row"),
+        (gaps, "with padding in front and in the middle"),
+    ):
+        memory, mask = t.call(module.encode, source)
+        real = source != SMALL.pad_id
+        t.equal(mask, real[:, None, None], f"{what}, the mask")
+        t.is_tensor(memory, "the memory")
+        t.equal(tuple(memory.shape), (*source.shape, 12), f"{what}, the memory's shape")
+        expected = oracle.encode(source)[real]
+        agree(t, memory[real], expected, f"{what}, the memory of what is text", module)
+
+
+@model_.requires(
     "decode: each target position sees itself, what came before, and the whole memory",
     "Change the last token of the target and see which logits move: only the last may.",
 )
@@ -1489,6 +1705,10 @@ def _(answer, t):
     ]
     actual = t.call(module.decode, target, kept)
     agree(t, actual, oracle.decode(target, memory.double()), "the logits", module)
+    real = torch.arange(7) < torch.tensor([3, 7])[:, None]
+    actual = t.call(module.decode, target, kept, real[:, None, None])
+    expected = oracle.decode(target, memory.double(), real)
+    agree(t, actual, expected, "with a list and a mask, the logits", module)
 
 
 @model_.requires(
@@ -1500,11 +1720,33 @@ def _(answer, t):
         module, oracle = made_model(answer, t, c, seed)
         source = sources([6, 2, 4], c, seed=7)
         target = probe_ids(3, 5, below=c.vocab_size, seed=8)
-        agree(t, t.call(module, source, target), oracle(source, target), "they", module)
+        agree(
+            t,
+            t.call(module, source, target),
+            oracle(source, target),
+            "the logits",
+            module,
+        )
+
+
+@model_.requires(
+    "a source and a target of max_len tokens are read",
+    "Only more than `max_len` tokens are too many.",
+)
+def _(answer, t):
+    for c, seed in ((SMALL, 1_000), (OTHER, 1_100)):
+        module, oracle = made_model(answer, t, c, seed)
         longest = c.max_len
         source = sources([longest, 1], c, seed=9)
         target = probe_ids(2, longest, below=c.vocab_size, seed=10)
-        agree(t, t.call(module, source, target), oracle(source, target), "they", module)
+        actual = t.call(module, source, target)
+        agree(t, actual, oracle(source, target), "the logits", module)
+
+
+@model_.requires("the configuration is kept in `config`")
+def _(answer, t):
+    module = t.call(answer, SMALL)
+    t.equal(getattr(module, "config", None), SMALL, "`config`")
 
 
 @model_.requires(
@@ -1559,7 +1801,13 @@ def _(answer, t):
     for lengths, size in (((4, 6), 3), ((6, 2), 3), ((2,), 8), ((5, 1, 3), 1)):
         source = sources(list(lengths), SMALL, seed=14)
         target = probe_ids(len(lengths), size, below=23, seed=15)
-        agree(t, t.call(module, source, target), oracle(source, target), "they", module)
+        agree(
+            t,
+            t.call(module, source, target),
+            oracle(source, target),
+            "the logits",
+            module,
+        )
 
 
 @model_.requires("gradients reach every parameter")
@@ -1596,6 +1844,14 @@ MODEL_FAULTS = {
     "no_source_positions": "The source has no positions. The encoder would read a bag of "
     "letters.",
     "no_target_positions": "The target has no positions.",
+    "positions_from_1": "The positions count from 1; the first token stands at 0.",
+    "positions_twice": "The positions are added twice.",
+    "max_len_refused": "`max_len` tokens are refused; only more are too many.",
+    "encoder_norm_eps_ignored": "`encoder_norm` has its default eps, not `norm_eps`.",
+    "decoder_norm_eps_ignored": "`decoder_norm` has its default eps, not `norm_eps`.",
+    "shifted_in_decode": "`decode` shifts the target. Who calls it has done that already, "
+    "with `shift_right`.",
+    "log_probabilities": "The result is log-probabilities; logits are asked for.",
     "embedding_scaled": "The embedding is multiplied by √d_model, as in the paper of 2017. "
     "Here it is not.",
     "encoder_causal": "The encoder hides what comes later. It may see all of the source.",
@@ -1607,6 +1863,14 @@ MODEL_FAULTS = {
     "padding_seen": "Padding is looked at by both halves.",
     "padding_is_0": "Padding is taken to be token 0. Which token it is stands in "
     "`config.pad_id`.",
+    "padding_counted": "The mask is made of the number of tokens in each row, so padding "
+    "counts as text where it does not stand at the end.",
+    "first_token_decides": "A row that begins with padding is refused. It holds padding "
+    "*alone* only if no place of it holds text.",
+    "source_cut": "The source is cut where the longest row ends. The memory and its mask "
+    "are as long as the source that came in.",
+    "mask_forgotten_with_a_list": "Given a list of pairs, `decode` does not use "
+    "`memory_mask`.",
     "mask_flat": "The mask is `(B, S)`. It must broadcast to `(B, H, T, S)`, so it needs "
     "two dimensions of size 1 in the middle.",
     "no_mask": "The decoder sees later tokens of the target, and so the answer.",
@@ -1656,6 +1920,16 @@ class _(model_with()):
         return super().encode(source)[0]
 
 
+@model_.fault(
+    "norms_shared",
+    "`encoder_norm` and `decoder_norm` are one object, so both halves share its weights.",
+)
+class _(model_with()):
+    def __init__(self, config):
+        super().__init__(config)
+        self.decoder_norm = self.encoder_norm
+
+
 model_.fault(
     "one_block_several_times",
     "One block stands in every place: `[Block(config)] * n` makes one object. Each layer "
@@ -1697,7 +1971,7 @@ class ToyAttention(nn.Module):
 class Toy(nn.Module):
     """Stands for a model: what comes next depends on all that it is given."""
 
-    def __init__(self, seed=0, end_id=END, pad_id=0, max_len=9, pull=100.0):
+    def __init__(self, seed=0, end_id=END, pad_id=0, max_len=10, pull=100.0):
         super().__init__()
         self.config = Sizes(13, 8, 2, 2, 0, max_len, pad_id=pad_id)
         self.end_id, self.pull = end_id, pull
@@ -1709,7 +1983,7 @@ class Toy(nn.Module):
             block.cross_attention = ToyAttention(8, seed + 10 * i + 1)
             self.watch(block.cross_attention.w_k, "keys", i)
             self.watch(block.cross_attention.w_v, "values", i)
-        self.grad_seen = False
+        self.grad_seen, self.given_the_memory = False, 0
         with torch.no_grad():
             self.head.weight.copy_(probe(13, 8, seed=seed + 50))
         self.double()
@@ -1727,13 +2001,15 @@ class Toy(nn.Module):
     def encode(self, source):
         self.counts["encode"] += 1
         real = source != self.config.pad_id
-        if source.shape[1] == 0 or not real.any(1).all():
+        on_meta = source.device.type == "meta"  # which has no values
+        if source.shape[1] == 0 or not (on_meta or real.any(1).all()):
             raise ValueError("a row of the source holds nothing")
         return torch.tanh(self.embed(source)), real[:, None, None]
 
     def decode(self, target, memory, memory_mask=None):
         self.counts["decode"] += 1
         self.grad_seen |= torch.is_grad_enabled()
+        self.given_the_memory += not isinstance(memory, list)
         t = target.shape[1]
         if t > self.config.max_len:
             raise RuntimeError("the decoder was given more than max_len tokens")
@@ -1824,6 +2100,8 @@ def _(answer, t):
     source = toy_source([6, 3, 4], 7, pad_id=11)
     more = dict(start_id=1, end_id=8, seed=7, pad_id=11)
     expect(t, answer, source, "other special tokens", **more)
+    more = dict(start_id=0, end_id=0, seed=12, pad_id=11)
+    expect(t, answer, source, "0 as start and end", **more)
 
 
 @translation.requires(
@@ -1836,6 +2114,11 @@ def _(answer, t):
     model, _ = expect(t, answer, source, "three rows", seed=8)
     n = model.counts["encode"]
     t.true(n == 1, f"The encoder ran {n} times; once is enough.")
+    t.true(
+        model.given_the_memory == 0,
+        f"`decode` was given no list of pairs in {model.given_the_memory} of "
+        f"{model.counts['decode']} calls.",
+    )
     for name, w in (("keys", "w_k"), ("values", "w_v")):
         counts = model.counts[name]
         ran = (
@@ -1864,12 +2147,41 @@ def _(answer, t):
 
 
 @translation.requires(
+    "the model is left in the mode it was in",
+    "`eval()` and `train()` change the caller's model. The mode is the caller's affair; "
+    "whoever changes it must put it back.",
+)
+def _(answer, t):
+    for mode in (True, False):
+        model = Toy(seed=1).train(mode)
+        t._run(answer, (model, toy_source([5], 1), START, END, 3), {})
+        changed = any(part.training != mode for part in model.modules())
+        t.true(
+            not changed,
+            f"The model came in with `training` {mode} and is left with {not mode}.",
+        )
+
+
+@translation.requires(
+    "max_tokens may be as large as max_len",
+    "The decoder reads the start and all tokens but the last: `max_tokens` in all.",
+)
+def _(answer, t):
+    expect(t, answer, toy_source([5], 3), "all of max_len", max_tokens=10, seed=3)
+
+
+@translation.requires("it creates nothing on another device")
+def _(answer, t):
+    t.any_device(answer, Toy(), toy_source([5, 3], 1), START, END, 3)
+
+
+@translation.requires(
     "max_tokens below 1 or above max_len, and a source of padding, are a ValueError",
     "Test `max_tokens` before anything runs; `encode` looks after the source.",
 )
 def _(answer, t):
     source = toy_source([5, 3], 1)
-    for n in (0, -2, 10):
+    for n in (0, -2, 11):
         t.raises(
             ValueError,
             answer,
@@ -1878,8 +2190,8 @@ def _(answer, t):
             START,
             END,
             n,
-            mentions=(n, *([9] if n > 0 else [])),
-            because=f"max_tokens = {n} where max_len is 9",
+            mentions=(n,),
+            because=f"max_tokens = {n} where max_len is 10",
         )
     source[1] = 0
     t.raises(ValueError, answer, Toy(), source, START, END, 4, because="padding alone")
@@ -1895,6 +2207,18 @@ def translator(wrong=""):
             "too_long_accepted",
         ):
             raise ValueError(f"{max_tokens} {longest}")
+        if wrong == "row_by_row" and len(source) > 1:
+            rows = [
+                translate(model, row[None], start_id, end_id, max_tokens)[0]
+                for row in source
+            ]
+            return nn.utils.rnn.pad_sequence(rows, True, pad_id)
+        if wrong == "mode_changed":
+            model.eval()
+        if wrong == "mode_set_to_training":
+            model.eval().train()
+        if wrong == "end_0_ignored":
+            end_id = end_id or -1
         if wrong == "padding_is_0":
             pad_id = 0
         if wrong == "end_is_always_3":
@@ -1924,11 +2248,17 @@ def translator(wrong=""):
                 if wrong == "encoded_each_step":
                     memory, mask = model.encode(source)
                     kept = memory
+                if wrong == "pairs_each_step":
+                    kept = [
+                        b.cross_attention.keys_values(memory) for b in model.decoder
+                    ]
                 seen = ids[:, -1:] if wrong == "last_token_alone" else ids
                 if wrong == "start_forgotten" and ids.shape[1] > 1:
                     seen = ids[:, 1:]
                 logits = model.decode(seen, kept, mask)
                 logits = logits[:, 0 if wrong == "first_position" else -1]
+                if wrong == "start_never_written":
+                    logits[:, start_id] = -torch.inf
                 token = logits.argmax(-1)
                 if wrong == "least_likely":
                     token = logits.argmin(-1)
@@ -1939,9 +2269,13 @@ def translator(wrong=""):
                 if wrong == "end_left_out" and (token == end_id).all():
                     break
                 fill = end_id if wrong == "filled_with_the_end" else pad_id
+                if wrong == "end_overwritten":
+                    ended = ended | (token == end_id)
                 if wrong not in ("writes_on", "end_ignored"):
                     token = token.masked_fill(ended, fill)
                 ended = ended | (token == end_id)
+                if wrong == "padding_ends":
+                    ended = ended | (token == pad_id)
                 ids = torch.cat([ids, token[:, None]], 1)
         return ids if wrong == "start_kept" else ids[:, 1:]
 
@@ -1968,6 +2302,21 @@ TRANSLATE_FAULTS = {
     "end_ignored": "`end_id` does not end anything.",
     "end_left_out": "The end is not part of the result. Without it nobody can tell a row "
     "that has ended from one that was cut off.",
+    "end_overwritten": "The end itself is overwritten by padding. Fill up the rows that "
+    "had ended *before* this step, and ask after that which end in it.",
+    "padding_ends": "A row ends where it writes `pad_id`. Only `end_id` ends a row.",
+    "end_0_ignored": "An `end_id` of 0 is not taken for one: 0 counts as False in `or` and "
+    "`if`.",
+    "start_never_written": "`start_id` is never written, even where it is the likeliest "
+    "token.",
+    "row_by_row": "The rows of the batch are translated one at a time. All of them go "
+    "through the model together.",
+    "pairs_each_step": "The list of pairs is made again in every step. Make it once, "
+    "before the loop.",
+    "mode_changed": "`model.eval()` stays behind: the caller's model is no longer in "
+    "training mode.",
+    "mode_set_to_training": "`model.train()` is called at the end, whatever mode the model "
+    "was in.",
     "end_is_always_3": "The end is taken to be one certain token; it is `end_id`.",
     "stops_at_the_first_end": "The loop stops when the first row has ended, and cuts off "
     "all others.",
