@@ -278,8 +278,12 @@ def _imports(file: str, name: str) -> list[str]:
             break
         tree = parse("".join(cell["source"])) if cell["cell_type"] == "code" else None
         bootstrap = "bootstrap" in cell["metadata"].get("tags", [])
-        for node in tree.body if tree and not bootstrap else ():
-            if isinstance(node, IMPORTS) and not _own_tool(node):
+        body = tree.body if tree and not bootstrap else []
+        # What decides on imports (`try: import triton`) belongs to them.
+        deciding = all(isinstance(n, (*IMPORTS, ast.If, ast.Try)) for n in body)
+        for node in body:
+            plain = isinstance(node, IMPORTS)
+            if (plain and not _own_tool(node)) or (deciding and not plain):
                 found.append(ast.unparse(node))
     return found
 

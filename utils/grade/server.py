@@ -135,12 +135,13 @@ def preload(answer):
         if line not in PRELOADED and "my_transformer" not in line:
             PRELOADED.add(line)
             try:
-                exec(line, {})
-            except ImportError:
+                exec(line, NAMES)
+            except (ImportError, NameError):
                 continue
 
 
 PRELOADED: set[str] = set()
+NAMES: dict = {}
 
 
 class Engine:
