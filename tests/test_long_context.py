@@ -770,6 +770,302 @@ def test_other_wrong_steps_fail():
         fails(answer, "linear_attention_step")
 
 
+# Subtle ones: long texts, tails, precision, devices -----------------------------------
+
+
+def steps_back(t_q, t_k, dtype):
+    at = torch.arange(t_k).to(dtype)
+    return at[t_k - t_q :, None] - at
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.bfloat16])
+def test_masks_from_positions_of_few_bits_fail(dtype):
+    def window_mask(t_q, t_k, window):
+        checked((window, 1), t_q=t_q, t_k=t_k)
+        back = steps_back(t_q, t_k, dtype)
+        return (back >= 0) & (back < window)
+
+    def sinks(t_q, t_k, window, n_sinks):
+        checked((n_sinks, 0))
+        early = torch.arange(t_k).to(dtype) < n_sinks
+        causal = steps_back(t_q, t_k, dtype) >= 0
+        return window_mask(t_q, t_k, window) | (causal & early)
+
+    def strides(t_q, t_k, stride):
+        checked((stride, 1), t_q=t_q, t_k=t_k)
+        back = steps_back(t_q, t_k, dtype)
+        return (back >= 0) & ((back < stride) | (back % stride == 0))
+
+    fails(window_mask, "sliding_window_mask")
+    fails(sinks, "sink_mask")
+    fails(strides, "strided_mask")
+
+
+def test_masks_with_a_size_built_in_fail():
+    def window(t_q, t_k, window):
+        return reference.sliding_window_mask(t_q, t_k, min(window, 64))
+
+    def sinks(t_q, t_k, window, n_sinks):
+        return reference.sink_mask(t_q, t_k, window, min(n_sinks, 64))
+
+    def strides(t_q, t_k, stride):
+        near = reference.sliding_window_mask(t_q, t_k, 64)
+        return reference.strided_mask(t_q, t_k, stride) & near
+
+    fails(window, "sliding_window_mask")
+    fails(sinks, "sink_mask")
+    fails(strides, "strided_mask")
+
+
+def test_errors_for_some_sizes_alone_fail():
+    def one_query_more(t_q, t_k, window):
+        if t_q == t_k + 1:
+            t_q = t_k
+        return reference.sliding_window_mask(t_q, t_k, window)
+
+    def minus_one_sink(t_q, t_k, window, n_sinks):
+        return reference.sink_mask(t_q, t_k, window, max(n_sinks, -(n_sinks < -1)))
+
+    def no_window_without_sinks(t_q, t_k, window, n_sinks):
+        window = 1 if window == 0 and n_sinks == 0 else window
+        return reference.sink_mask(t_q, t_k, window, n_sinks)
+
+    def minus_one_is_all(q, k, v, window, block):
+        block = q.shape[-2] if block == -1 else block
+        return reference.chunked_attention(q, k, v, window, block)
+
+    def one_more_query(q, k, v, causal):
+        q = q[..., 1:, :] if causal and q.shape[-2] == k.shape[-2] + 1 else q
+        return reference.linear_attention(q, k, v, causal)
+
+    fails(one_query_more, "sliding_window_mask")
+    fails(minus_one_sink, "sink_mask")
+    fails(no_window_without_sinks, "sink_mask")
+    fails(minus_one_is_all, "chunked_attention")
+    fails(one_more_query, "linear_attention")
+
+
+WRONG_CHUNKS_OF_LONG_TEXTS = {
+    "a_few_keys_at_most": lambda q, k, v, w, b: reference.chunked_attention(
+        q, k, v, min(w, 16), b
+    ),
+    "other_above_50": lambda q, k, v, w, b: (
+        reference.chunked_attention(q, k, v, w, b) * (1.01 if len(q) > 50 else 1)
+    ),
+    "one_table_of_bytes": lambda q, k, v, w, b: (
+        q.new_zeros(q.shape[-2], k.shape[-2], dtype=torch.bool)[:0].any()
+        + reference.chunked_attention(q, k, v, w, b)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CHUNKS_OF_LONG_TEXTS)
+def test_chunked_attention_wrong_on_long_texts_fails(name):
+    fails(right_but(WRONG_CHUNKS_OF_LONG_TEXTS[name]), "chunked_attention")
+
+
+def on_the_cpu(out):
+    """Copied into a tensor that was made without a device."""
+    result = torch.zeros(out.shape, dtype=out.dtype)
+    result[...] = out
+    return result
+
+
+def test_results_made_on_the_cpu_fail():
+    def chunked(q, k, v, window, block):
+        return on_the_cpu(reference.chunked_attention(q, k, v, window, block))
+
+    def linear(q, k, v, causal):
+        return on_the_cpu(reference.linear_attention(q, k, v, causal))
+
+    def features(x):
+        return reference.feature_map(x + torch.zeros(x.shape, dtype=x.dtype))
+
+    def step(state, q, k, v):
+        output, (s, z) = reference.linear_attention_step(state, q, k, v)
+        return output, (on_the_cpu(s), z)
+
+    for answer, name in (
+        (chunked, "chunked_attention"),
+        (linear, "linear_attention"),
+        (features, "feature_map"),
+        (step, "linear_attention_step"),
+    ):
+        report = evaluate(answer, name)
+        assert report.status == "failed", name
+        assert "device" in report.message, report.message
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("feature_map", torch.no_grad()(reference.feature_map)),
+        ("linear_attention", torch.no_grad()(reference.linear_attention)),
+        ("linear_attention_step", torch.no_grad()(reference.linear_attention_step)),
+        ("chunked_attention", torch.no_grad()(reference.chunked_attention)),
+    ],
+)
+def test_a_cut_graph_is_called_that_and_nothing_else(name, answer):
+    report = evaluate(answer, name)
+    assert (report.status, report.fault) == ("failed", None), report.message
+    assert "No gradient flows" in report.message
+
+
+def test_features_wrong_in_one_dtype_or_shape_fail():
+    def clamped_at_88(x):
+        return torch.where(x > 0, x + 1, x.clamp(-88, 0).exp())
+
+    def zero_below_80(x):
+        return torch.where(x < -80, 0, reference.feature_map(x))
+
+    def no_single_numbers(x):
+        return reference.feature_map(x) if x.dim() else x + 1
+
+    def largest_of_float32(x):
+        return torch.where(x > 0, x + 1, x.clamp(max=88).exp())
+
+    fails(clamped_at_88, "feature_map")
+    fails(zero_below_80, "feature_map")
+    fails(no_single_numbers, "feature_map")
+    fails(largest_of_float32, "feature_map", "nan_in_the_gradient_in_float16")
+
+
+@pytest.mark.parametrize("least", [1.0, 0.1, 0.01])
+def test_a_least_divisor_fails(least):
+    def linear(q, k, v, causal):
+        right = reference.linear_attention(q, k, v, causal)
+        q, k = feature(q), feature(k)
+        w = q @ k.mT
+        w = w.tril(k.shape[-2] - q.shape[-2]) if causal else w
+        below = w.sum(-1, keepdim=True)
+        return right * below / below.clamp(min=least)
+
+    def step(state, q, k, v):
+        output, (s, z) = reference.linear_attention_step(state, q, k, v)
+        below = (feature(q) * z).sum(-1, keepdim=True)
+        return output * below / below.clamp(min=least), (s, z)
+
+    fails(linear, "linear_attention")
+    fails(step, "linear_attention_step")
+    assert evaluate(linear, "linear_attention").fault is None
+
+
+def test_float64_through_float32_fails():
+    def linear(q, k, v, causal):
+        if q.dtype == torch.float64:
+            q, k, v = q.float(), k.float(), v.float()
+            return reference.linear_attention(q, k, v, causal).double()
+        return reference.linear_attention(q, k, v, causal)
+
+    def step(state, q, k, v):
+        now = q.float(), k.float(), v.float()
+        output, state = reference.linear_attention_step(state, *now)
+        return output.to(q.dtype), state
+
+    fails(linear, "linear_attention")
+    fails(step, "linear_attention_step")
+
+
+def test_linear_attentions_wrong_in_one_place_fail():
+    def first_eight_features(q, k, v, causal):
+        return reference.linear_attention(q[..., :8], k[..., :8], v, causal)
+
+    def one_row_for_few_queries(q, k, v, causal):
+        out = reference.linear_attention(q, k, v, causal)
+        few = q.dim() == 4 and q.shape[-2] < k.shape[-2]
+        return out[:1].expand_as(out) if few else out
+
+    def large_features_cut(state, q, k, v):
+        return reference.linear_attention_step(state, q.clamp(max=10), k, v)
+
+    fails(first_eight_features, "linear_attention")
+    fails(one_row_for_few_queries, "linear_attention")
+    fails(large_features_cut, "linear_attention_step")
+
+
+# More right ones ----------------------------------------------------------------------
+
+
+def chunked_by_unfold(q, k, v, window, block):
+    """Padded keys, and what is padded hidden by its position."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    k, v = (
+        F.pad(x, (0, 0, window - 1, 0)).unfold(-2, window, 1)[..., t_k - t_q :, :, :]
+        for x in (k, v)
+    )
+    scores = (q[..., None, :] @ k).squeeze(-2) / math.sqrt(q.shape[-1])
+    at = torch.arange(t_k - t_q, t_k, device=q.device)[:, None]
+    at = at + torch.arange(1 - window, 1, device=q.device)
+    weights = scores.masked_fill(at < 0, -math.inf).softmax(-1)
+    return (v @ weights[..., None]).squeeze(-1)
+
+
+def chunked_by_recursion(q, k, v, window, block):
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    if t_q > block:
+        rest, upto = q[..., :-block, :], (..., slice(t_k - block), slice(None))
+        return torch.cat(
+            [
+                chunked_by_recursion(rest, k[upto], v[upto], window, block),
+                chunked_by_recursion(q[..., -block:, :], k, v, window, block),
+            ],
+            dim=-2,
+        )
+    begin = max(0, t_k - t_q - window + 1)
+    mask = window_by_triangles(t_q, t_k - begin, window).to(q.device)
+    near = k[..., begin:, :], v[..., begin:, :]
+    return F.scaled_dot_product_attention(q, *near, attn_mask=mask)
+
+
+class Features(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return feature(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].clamp(max=0).exp()
+
+
+def features_by_the_larger(x):
+    """e^x lies above x + 1 everywhere, and below 0 it is not clamped."""
+    return torch.maximum(x + 1, x.clamp(max=0).exp())
+
+
+def linear_with_ones(q, k, v, causal):
+    """The divisor as one more value; each head by itself."""
+    if q.dim() > 2:
+        rows = zip(q, k, v, strict=True)
+        return torch.stack([linear_with_ones(*row, causal) for row in rows])
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+    q, k = feature(q), feature(k)
+    if causal:
+        checked(t_q=t_q, t_k=t_k)
+        s = torch.cumsum(torch.einsum("td,tv->tdv", k, v), 0)[t_k - t_q :]
+        out = torch.einsum("td,tdv->tv", q, s)
+    else:
+        out = q @ (k.T @ v)
+    return out[:, :-1] / out[:, -1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("chunked_attention", chunked_by_unfold),
+        ("chunked_attention", chunked_by_recursion),
+        ("feature_map", Features.apply),
+        ("feature_map", features_by_the_larger),
+        ("linear_attention", linear_with_ones),
+    ],
+)
+def test_unusual_right_answers_pass(name, answer):
+    passes(answer, name)
+
+
 # What must fit together ---------------------------------------------------------------
 
 JOINT = "long_context_in_a_decoder"
