@@ -311,7 +311,8 @@ STATE = Fault(
 RANDOM = Fault(
     "random",
     "Two calls on the same input give different results. Something in it draws random "
-    "numbers: dropout, a weight that is made anew, a layer built inside the call?",
+    "numbers that it should not: dropout, a weight that is made anew, a layer built "
+    "inside the call, or a draw that misses its `generator` or another setting?",
     None,
 )
 
@@ -368,6 +369,8 @@ def _failed(task, requirement, trial, problem, fault, verified) -> Report:
         lines += _traceback(problem.error)
     else:
         lines.append(_sentence(str(problem)))
+        if isinstance(problem.__cause__, Crashed):
+            lines += _where(problem.__cause__.error)
     if trial.called:
         lines.append(f"The call was `{trial.called}`.")
     if fault is not None:
@@ -451,9 +454,14 @@ def _traceback(error) -> list[str]:
     lines = [f"Your code raised {a(type(error).__name__)}: {_one_line(error)}"]
     if "unexpected keyword argument" in str(error) and not _own_frames(error):
         lines.append("Keep the stub's parameter names: callers may use them.")
-    for frame in _own_frames(error)[-FRAMES:]:
-        lines.append(f"  line {frame.lineno}, in {frame.name}: `{frame.line}`")
-    return lines
+    return lines + _where(error)
+
+
+def _where(error) -> list[str]:
+    return [
+        f"  line {frame.lineno}, in {frame.name}: `{frame.line}`"
+        for frame in _own_frames(error)[-FRAMES:]
+    ]
 
 
 def _one_line(error) -> str:

@@ -23,6 +23,8 @@ ROUNDING = {
 HEADROOM = 8
 # How many times what rounding the inputs once changes.
 SLACK = 4
+# How many entries of a list a message shows.
+LIST_SHOWN = 6
 
 
 class Unmet(Exception):
@@ -332,8 +334,9 @@ class Trial:
             text = str(crash.error)
             if "device" in text and "meta" in text and "cpu" in text:
                 raise Explained(
-                    "It creates a tensor on the CPU whatever device its inputs are on: "
-                    "pass `device=x.device` where you create one."
+                    "A tensor on the CPU meets inputs that are on another device: pass "
+                    "`device=x.device` where you create it, x being an input, or move "
+                    "it there with `.to(x.device)`."
                 ) from crash
             return
         except NotWritten as stub:
@@ -607,7 +610,10 @@ def describe(value):
     if isinstance(value, (tuple, list)) and any(
         isinstance(v, (torch.Tensor, tuple, list)) for v in value
     ):
-        inside = ", ".join(map(describe, value))
+        shown = [describe(v) for v in value[:LIST_SHOWN]]
+        if len(value) > LIST_SHOWN:
+            shown.append(f"… {len(value)} in all")
+        inside = ", ".join(shown)
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
