@@ -305,6 +305,8 @@ class OneLength:
         for x in (k, v):
             if x.shape != (b, n, k.size(2), d) or x.dtype != pair.dtype:
                 raise ValueError(f"{x.shape} {x.dtype} for {self.sizes} {pair.dtype}")
+            if x.device != pair.device:
+                raise ValueError(f"{x.device} is not {pair.device}")
         if end > max_len:
             raise ValueError(f"{end} > {max_len}")
         pair[0].narrow(2, self.length, k.size(2)).copy_(k)

@@ -129,6 +129,10 @@ def length_is(t, cache, expected, when):
             "`length` is a method. It is read without brackets, `cache.length`: make it "
             "a property or an attribute."
         )
+    if type(found) is not int:
+        raise Explained(
+            f"`length` is of type {type(found).__name__}. It counts positions: an int."
+        )
     t.equal(found, expected, f"{when}: `length`")
 
 
@@ -141,6 +145,25 @@ def appended(t, cache, layer, chunks, when=""):
         expected = torch.cat([each[i] for each in chunks], 2)
         t.equal(found[i].detach().clone(), expected, f"{when}the {name} returned")
     return found
+
+
+def refused(t, cache, layer, held, new, mentions, because):
+    """`new` is a ValueError, and what comes next is stored right behind `held`."""
+    t.raises(ValueError, cache.append, layer, *new, mentions=mentions, because=because)
+    after = f"after the refused call ({because}): "
+    kind = dict(dtype=held[0].dtype)
+    appended(t, cache, layer, [held, chunk(2, seed=7, **kind)], after)
+
+
+def misfits(size, stored=torch.float32, **wrong):
+    """A chunk with a wrong size or dtype in both, in the keys, in the values."""
+    k, v = chunk(size, dtype=stored)
+    wrong_k, wrong_v = chunk(size, **{"dtype": stored, **wrong})
+    return (
+        ("keys and values", wrong_k, wrong_v),
+        ("values", k, wrong_v),
+        ("keys", wrong_k, v),
+    )
 
 
 @cache_.requires(
@@ -267,17 +290,13 @@ def _(answer, t):
         (dict(d_head=1), (1, 5)),
         (dict(d_head=4), (4, 5)),
     ):
-        cache = new_cache(answer, t)
         (what,) = wrong
-        t.raises(
-            ValueError,
-            cache.append,
-            0,
-            *chunk(3, **wrong),
-            mentions=names,
-            because=f"{what} {names[0]} where the cache has {names[1]}",
-        )
-        length_is(t, cache, 0, "after the refused call")
+        for which, *new in misfits(3, **wrong):
+            cache = new_cache(answer, t, n_layers=2)
+            held = chunk(2)
+            appended(t, cache, 0, [held])
+            because = f"{what} {names[0]} of {which} where the cache has {names[1]}"
+            refused(t, cache, 0, held, new, names, because)
     cache = new_cache(answer, t)
     uneven = (chunk(4)[0], chunk(1)[1])
     t.raises(
@@ -304,6 +323,7 @@ def _(answer, t):
             mentions=(layer, 3),
             because=f"layer {layer} of a cache of 3",
         )
+    length_is(t, cache, 0, "after the refused calls")
 
 
 @cache_.requires(
@@ -320,18 +340,69 @@ def _(answer, t):
     for dtype, other in (
         (torch.float32, torch.float64),
         (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float32),
     ):
-        cache = new_cache(answer, t, dtype=dtype)
-        mixed = [(chunk(2, dtype=other)[0], chunk(2, dtype=dtype)[1])]
-        for k, v in (chunk(2, dtype=other), *mixed):
+        for which, *new in misfits(2, dtype, dtype=other):
+            cache, held = new_cache(answer, t, dtype=dtype), chunk(3, dtype=dtype)
+            appended(t, cache, 0, [held])
+            names = (str(dtype)[6:], str(other)[6:])
+            because = f"{names[1]} {which} where the cache is {names[0]}"
+            refused(t, cache, 0, held, new, names, because)
+
+
+@cache_.requires(
+    "without a dtype it stores in torch's default, whatever that is at the time",
+    "`torch.zeros` without a dtype takes the default by itself.",
+)
+def _(answer, t):
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        for kind in ({}, dict(dtype=None)):
+            cache = new_cache(answer, t, **kind)
+            appended(t, cache, 0, [chunk(2, dtype=dtype)])
+
+
+@cache_.requires(
+    "it stores on the device it was built for; keys or values on another are a "
+    "ValueError that names both devices",
+    "`torch.zeros(…, device=device)`, and compare devices before you write.",
+)
+def _(answer, t):
+    for device in ("meta", torch.device("meta")):
+        cache = t.mutate(answer, 1, 2, 3, 9, 5, device=device)
+        k, v = (x.to("meta") for x in chunk(2))
+        found = t.mutate(cache.append, 0, k, v)
+        t.is_tuple(found, 2, "what `append` returns")
+        t.true(
+            all(x.device.type == "meta" for x in found),
+            "The cache was built with a `device`, and what it returns is on another.",
+        )
+    for which, *new in zip(
+        ("keys and values", "values", "keys"),
+        (k, chunk(2)[0], k),
+        (v, v, chunk(2)[1]),
+        strict=True,
+    ):
+        cache, held = new_cache(answer, t), chunk(3)
+        appended(t, cache, 0, [held])
+        because = f"{which} on the device `meta` where the cache is on `cpu`"
+        refused(t, cache, 0, held, new, ("meta", "cpu"), because)
+
+
+def small_sizes_refused(answer, t):
+    for size in (0, -1, -7):
+        for i in range(5):
+            sizes = [4, 2, 3, 9, 5]
+            sizes[i] = size
             t.raises(
                 ValueError,
-                cache.append,
-                0,
-                k,
-                v,
-                mentions=(str(dtype)[6:], str(other)[6:]),
-                because=f"{str(other)[6:]} where the cache is {str(dtype)[6:]}",
+                answer,
+                *sizes,
+                mentions=(size,),
+                because=f"a size of {size} (argument {i + 1})",
             )
 
 
@@ -340,24 +411,16 @@ def _(answer, t):
     "built",
 )
 def _(answer, t):
-    for i in range(5):
-        sizes = [4, 2, 3, 9, 5]
-        sizes[i] = 0
+    small_sizes_refused(answer, t)
+    for dtype in (torch.int64, torch.uint8, torch.bool, torch.int8, torch.complex64):
         t.raises(
             ValueError,
             answer,
-            *sizes,
-            mentions=(0,),
-            because=f"a size of 0 (argument {i + 1})",
+            *(1, 2, 3, 9, 5),
+            dtype=dtype,
+            mentions=(str(dtype)[6:],),
+            because=f"dtype {dtype}",
         )
-    t.raises(
-        ValueError,
-        answer,
-        *(1, 2, 3, 9, 5),
-        dtype=torch.int64,
-        mentions=("int64",),
-        because="dtype torch.int64",
-    )
 
 
 @cache_.requires(
@@ -366,16 +429,78 @@ def _(answer, t):
     "slice of a tensor make?",
 )
 def _(answer, t):
-    cache, places = new_cache(answer, t, max_len=30), []
-    for size in (1, 4, 1, 20, 2):
+    cache, places, alive = new_cache(answer, t, max_len=30), [], []
+    for size in (1, 4, 1, 20, 2, 0, 3, 5):
+        if size == 0:
+            t.call(cache.reset)
+            continue
         found = t.call(cache.append, 0, *chunk(size))
         t.is_tuple(found, 2, "what `append` returns")
         places.append([x.untyped_storage().data_ptr() for x in found])
         places[-1] += [x.data_ptr() for x in found]
+        alive.append(found)  # or its memory could be given out again
     t.true(
-        all(p == places[0] for p in places),
+        all(p == places[0] for p in places[:5]),
         "What `append` returned lies at another place in memory each time.",
     )
+    t.true(
+        all(p == places[0] for p in places),
+        "After `reset` what `append` returns lies at another place in memory.",
+    )
+
+
+@cache_.requires(
+    "no more memory is taken than max_len positions need",
+    "Multiply the sizes: how many numbers are the keys, and how many the values?",
+)
+def _(answer, t):
+    cache, held = new_cache(answer, t, n_layers=2, max_len=200), {}
+    tensors_in(vars(cache), held)
+    for layer in range(2):
+        tensors_in(t.call(cache.append, layer, *chunk(3)), held)
+    needed = 2 * 2 * 2 * 3 * 200 * 5 * 4
+    t.true(
+        sum(held.values()) <= needed + 2_000,
+        f"It holds {sum(held.values()):,} bytes; keys and values of 200 positions are "
+        f"{needed:,}.",
+    )
+
+
+@cache_.requires(
+    "two caches know nothing of each other",
+    "What is assigned in the body of the class belongs to all its objects.",
+)
+def _(answer, t):
+    apart(answer, t, new_cache, lambda cache, chunks: appended(t, cache, 0, chunks))
+
+
+def apart(answer, t, new, append):
+    """Two caches of one size in turn, each with a text of its own."""
+    one, other = new(answer, t), new(answer, t)
+    chunks = [[], []]
+    for step in range(3):
+        for i, cache in enumerate((one, other)):
+            chunks[i].append(chunk(1, seed=30 * i + step))
+            append(cache, chunks[i])
+            length_is(t, cache, step + 1, f"cache {i + 1} of two")
+    t.call(one.reset)
+    length_is(t, other, 3, "another cache after a reset")
+    append(other, [*chunks[1], chunk(1, seed=99)])
+
+
+def tensors_in(value, seen=None):
+    """Every tensor that an object holds, by the storage that it keeps alive."""
+    seen = {} if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(value, dict):
+        for each in value.values():
+            tensors_in(each, seen)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            tensors_in(each, seen)
+    return seen
 
 
 @cache_.requires("strided keys can be stored, and nothing is on another device")
@@ -642,9 +767,124 @@ cache_fault(
 )
 cache_fault(
     "values_kind_unchecked",
-    "The dtype of the values is compared and that of the keys is not, or the other way "
-    "round.",
+    "The dtype of the values is compared and that of the keys is not.",
     refuse_kind=lambda self, k, v: Cache.refuse_kind(self, v, v),
+)
+cache_fault(
+    "keys_kind_alone",
+    "Dtype and device of the keys are compared, those of the values are not.",
+    refuse_kind=lambda self, k, v: Cache.refuse_kind(self, k, k),
+)
+
+
+def refuse_larger(self, k, v):
+    for x in (k, v):
+        if x.dtype.itemsize > self.k.dtype.itemsize:
+            raise ValueError(f"{x.dtype} is not {self.k.dtype}")
+
+
+cache_fault(
+    "larger_dtypes_alone_refused",
+    "Only larger dtypes are refused. Those of equal size lose digits or range, and a "
+    "smaller one is a model that does not fit the cache.",
+    refuse_kind=refuse_larger,
+)
+
+
+def refuse_dtype(self, k, v):
+    for x in (k, v):
+        if x.dtype != self.k.dtype:
+            raise ValueError(f"{x.dtype} is not {self.k.dtype}")
+
+
+cache_fault(
+    "device_unchecked",
+    "The dtype is compared and the device is not.",
+    refuse_kind=refuse_dtype,
+)
+cache_fault(
+    "device_ignored",
+    "The memory is on the CPU whatever `device` was asked for.",
+    __init__=lambda self, *sizes, dtype=None, device=None: Cache.__init__(
+        self, *sizes, dtype
+    ),
+)
+cache_fault(
+    "float32_by_default",
+    "Without a dtype it is float32. torch's default can be set to another one.",
+    stored_as=lambda self, dtype: dtype or torch.float32,
+)
+cache_fault(
+    "zero_alone_refused",
+    "Sizes of 0 are refused and negative ones are not.",
+    refuse_sizes=lambda self, dtype: Cache.refuse_sizes(
+        SimpleNamespace(sizes=[abs(size) for size in self.sizes]), dtype
+    ),
+)
+
+
+def refuse_int64(self, dtype):
+    Cache.refuse_sizes(self, dtype if dtype == torch.int64 else None)
+
+
+cache_fault(
+    "some_dtypes_unchecked",
+    "Some dtypes that are not floating-point are accepted. `dtype.is_floating_point` "
+    "knows all of them.",
+    refuse_sizes=refuse_int64,
+)
+
+
+def count_then_refuse(self, k, v):
+    self.stops[0] += k.shape[2]
+    Cache.refuse_shape(self, k, v)
+    self.stops[0] -= k.shape[2]
+
+
+cache_fault(
+    "counted_before_shapes_are_compared",
+    "A call that is refused has counted its positions all the same. Test first, then "
+    "change.",
+    refuse_shape=count_then_refuse,
+)
+
+
+def new_memory(self):
+    self.k, self.v = torch.zeros_like(self.k), torch.zeros_like(self.v)
+    Cache.reset(self)
+
+
+cache_fault(
+    "reset_takes_new_memory",
+    "`reset` takes memory anew. Setting the length back is all that is needed.",
+    reset=new_memory,
+)
+
+
+def with_spare(self, *args, **kwargs):
+    Cache.__init__(self, *args, **kwargs)
+    self.spare = torch.zeros_like(self.k)
+
+
+cache_fault(
+    "more_memory_than_needed",
+    "It takes more memory than max_len positions need.",
+    __init__=with_spare,
+)
+SHARED = {}
+
+
+def share_memory(self, *args, **kwargs):
+    Cache.__init__(self, *args, **kwargs)
+    kind = (self.sizes, self.k.dtype, self.k.device)
+    self.k, self.v = SHARED.setdefault(kind, (self.k, self.v))
+
+
+cache_fault(
+    "caches_share_memory",
+    "All caches of one size write into one memory. Take it in `__init__`, for each "
+    "object.",
+    __init__=share_memory,
 )
 cache_fault(
     "dtype_ignored",
@@ -1247,21 +1487,6 @@ def _(answer, t):
         length_is(t, cache, 0, "after reset")
 
 
-def tensors_in(value, seen=None):
-    """Every tensor that an object holds, by the storage that it keeps alive."""
-    seen = {} if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(value, dict):
-        for each in value.values():
-            tensors_in(each, seen)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            tensors_in(each, seen)
-    return seen
-
-
 @rolling.requires(
     "memory stays that of `window` positions, however long the text",
     "Does something still hold what was forgotten? A slice keeps the whole tensor alive.",
@@ -1318,16 +1543,7 @@ def _(answer, t):
     "A window of 0 would look at nothing: refuse it in `__init__`, by its number.",
 )
 def _(answer, t):
-    for i in range(5):
-        sizes = [4, 2, 3, 9, 5]
-        sizes[i] = 0
-        t.raises(
-            ValueError,
-            answer,
-            *sizes,
-            mentions=(0,),
-            because=f"a size of 0 (argument {i + 1})",
-        )
+    small_sizes_refused(answer, t)
 
 
 def rolling_fault(name, sentence, **methods):
