@@ -626,7 +626,9 @@ class ByConcatenation:
         self, n_layers, batch, n_kv_heads, window, d_head, dtype=None, device=None
     ):
         if min(n_layers, batch, n_kv_heads, window, d_head) < 1:
-            raise ValueError("a size of 0")
+            raise ValueError(
+                f"sizes {n_layers}, {batch}, {n_kv_heads}, {window}, {d_head}"
+            )
         empty = torch.zeros(batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)
         self.empty, self.window, self.n_layers = empty, window, n_layers
         self.reset()
@@ -641,6 +643,8 @@ class ByConcatenation:
             if x.shape != (b, n, k.shape[2], d) or x.dtype != self.empty.dtype:
                 raise ValueError(f"{x.shape} {x.dtype}: {self.empty.shape} {x.dtype}"
                                  f" {self.empty.dtype}")  # fmt: skip
+            if x.device != self.empty.device:
+                raise ValueError(f"{x.device} is not {self.empty.device}")
         pairs = zip(self.kept[layer], (k, v), strict=True)
         both = [torch.cat([old[:, :, -self.window :], new], 2) for old, new in pairs]
         self.kept[layer] = [x[:, :, -self.window :].clone() for x in both]
@@ -662,6 +666,8 @@ class Shifting(RollingKVCache):
         if k.shape != (*self.k.shape[1:3], k.shape[2], self.k.shape[4]):
             return super().append(layer, k, v)
         if k.dtype != self.k.dtype or v.dtype != self.k.dtype or v.shape != k.shape:
+            return super().append(layer, k, v)
+        if k.device != self.k.device or v.device != self.k.device:
             return super().append(layer, k, v)
         del shown
         seen = [torch.cat([o, n], 2) for o, n in zip(old, (k, v), strict=True)]

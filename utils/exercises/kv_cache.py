@@ -292,7 +292,7 @@ def _(answer, t):
     ):
         (what,) = wrong
         for which, *new in misfits(3, **wrong):
-            cache = new_cache(answer, t, n_layers=2)
+            cache = new_cache(answer, t)
             held = chunk(2)
             appended(t, cache, 0, [held])
             because = f"{what} {names[0]} of {which} where the cache has {names[1]}"
@@ -412,7 +412,7 @@ def small_sizes_refused(answer, t):
 )
 def _(answer, t):
     small_sizes_refused(answer, t)
-    for dtype in (torch.int64, torch.uint8, torch.bool, torch.int8, torch.complex64):
+    for dtype in (torch.int64, torch.uint8, torch.bool, torch.int8):
         t.raises(
             ValueError,
             answer,
@@ -981,6 +981,8 @@ def _(answer, t):
         ((1, 5), [2, 0, 4]),
         ((3, 8), [1, 5, 6, 0]),
         ((5, 5), [0]),
+        ((2, 6), [0, 0, 0]),
+        ((4, 4), [0, 0]),
     ):
         mask_agrees(t, answer, *sizes, torch.tensor(padding))
     mask_agrees(t, answer, 2, 5, padding=torch.tensor([2, 1]))
@@ -993,6 +995,19 @@ def _(answer, t):
 def _(answer, t):
     mask_agrees(t, answer, 5, 5, torch.tensor([3, 1]))
     mask_agrees(t, answer, 3, 4, torch.tensor([4, 0, 2]))
+
+
+@masking.requires(
+    "sizes of any kind, and padding in any dtype of whole numbers",
+    "Make the mask for the sizes that are asked for. A table of a fixed size ends.",
+)
+def _(answer, t):
+    for sizes in ((66, 66), (2, 300), (1, 5_000)):
+        mask_agrees(t, answer, *sizes)
+    mask_agrees(t, answer, 3, 300, torch.tensor([0, 140]))
+    for dtype in (torch.int32, torch.int8, torch.int16, torch.uint8):
+        mask_agrees(t, answer, 2, 6, torch.tensor([3, 0, 1], dtype=dtype))
+        mask_agrees(t, answer, 1, 300, torch.tensor([0, 90], dtype=dtype))
 
 
 @masking.requires("more queries than keys are a ValueError that names both numbers")
@@ -1166,6 +1181,36 @@ for name, sentence, wrong in (
     masking.fault(name, sentence, wrong)
 
 
+def in_the_dtype_of_padding(i, j, t_q, t_k, pad):
+    return j.to(pad.dtype) >= pad
+
+
+for name, sentence, wrong in (
+    (
+        "columns_in_the_dtype_of_padding",
+        "The columns are numbered in the dtype of `padding`, which may end at 127. "
+        "`torch.arange` without a dtype counts on.",
+        mask_that(real=in_the_dtype_of_padding),
+    ),
+    (
+        "table_of_64",
+        "It is cut from a table of a fixed size.",
+        lambda t_q, t_k, padding=None: mask_that()(
+            *((min(t_q, 64), 64) if t_k > 64 else (t_q, t_k)), padding
+        ),
+    ),
+    (
+        "no_rows_without_padding",
+        "If nobody has padding, `(1, 1, t_q, t_k)` comes back. With `padding` it is "
+        "`(B, 1, t_q, t_k)`, zeros or not.",
+        lambda t_q, t_k, padding=None: mask_that()(
+            t_q, t_k, padding if padding is None or padding.any() else None
+        ),
+    ),
+):
+    masking.fault(name, sentence, wrong)
+
+
 @masking.fault(
     "on_the_cpu",
     "The columns are numbered on the CPU whatever device `padding` is on. Pass "
@@ -1228,9 +1273,23 @@ def _(answer, t):
     t.equal(t.call(answer, LLAMA_7B, 4_096), 2**31, "Llama 2 7B, 4,096 positions")
 
 
+@counting.requires(
+    "large numbers are exact, more positions than max_len count too",
+    "Whole numbers in Python have no end. What turns them into others?",
+)
+def _(answer, t):
+    for c, n, batch in (
+        (LLAMA_7B, 4_097, 1),
+        (SMOLLM, 1_000_003, 7),
+        (LLAMA, 9_999, 3),
+    ):
+        for dtype in (torch.float16, torch.float32):
+            bytes_agree(t, answer, c, n, batch, dtype)
+
+
 @counting.requires("a dtype that is not floating-point is a ValueError that names it")
 def _(answer, t):
-    for dtype in (torch.int64, torch.bool):
+    for dtype in (torch.int64, torch.bool, torch.uint8, torch.int8):
         t.raises(
             ValueError,
             answer,
@@ -1339,6 +1398,24 @@ for name, sentence, formula in (
         ),
     ),
     (
+        "clipped_to_max_len",
+        "No more than `max_len` positions are counted. Asked for are `t`.",
+        lambda c, t, b, size: (
+            2 * c.n_layers * c.n_kv_heads * c.d_head * min(t, c.max_len) * b * size
+        ),
+    ),
+    (
+        "counted_in_float32",
+        "It is rounded: float32 holds whole numbers up to 2²⁴ exactly. Count in "
+        "Python's own.",
+        lambda c, t, b, size: int(
+            torch.tensor(
+                2.0 * c.n_layers * c.n_kv_heads * c.d_head * t * b * size,
+                dtype=torch.float32,
+            )
+        ),
+    ),
+    (
         "float",
         "It is a float. Bytes are counted in whole numbers: divide with `//`, or not "
         "at all.",
@@ -1348,6 +1425,29 @@ for name, sentence, formula in (
     ),
 ):
     counting.fault(name, sentence, bytes_by(formula))
+
+
+@counting.fault(
+    "refused_beyond_max_len",
+    "More positions than `max_len` are refused. It is asked what they would take.",
+)
+def _(config, t, batch=1, dtype=torch.float16):
+    if t > config.max_len:
+        raise ValueError(f"{t} > {config.max_len}")
+    return bytes_by(lambda c, t, b, size: weighed(c, t, b, dtype))(
+        config, t, batch, dtype
+    )
+
+
+@counting.fault(
+    "some_dtypes_unchecked",
+    "Some dtypes that are not floating-point are counted. `dtype.is_floating_point` "
+    "knows all of them.",
+)
+def _(config, t, batch=1, dtype=torch.float16):
+    if dtype in (torch.int64, torch.bool):
+        raise ValueError(f"{dtype}")
+    return weighed(config, t, batch, dtype)
 
 
 @counting.fault(
@@ -1421,6 +1521,8 @@ def rolls(t, answer, sizes, window=4, n_layers=1, **kind):
             chunks[layer].append(chunk(size, seed=10 * step + layer, **kind))
             when = f"window {window}, chunks {sizes[: step + 1]}, layer {layer}: "
             rolled(t, cache, layer, chunks[layer], window, when)
+            if layer < n_layers - 1:
+                length_is(t, cache, total, f"{when}not yet all layers")
         total += size
         length_is(t, cache, total, f"window {window}, after chunks {sizes[: step + 1]}")
     return cache
@@ -1470,6 +1572,16 @@ def _(answer, t):
     rolls(t, answer, (4, 1, 8, 1, 1))
 
 
+@rolling.requires(
+    "a chunk exactly as long as the window, behind others and first of all",
+    "All places are written anew. What does the next position find?",
+)
+def _(answer, t):
+    rolls(t, answer, (4, 1, 1, 4, 4, 1))
+    rolls(t, answer, (1, 3, 3, 1, 2, 3, 2), window=3)
+    rolls(t, answer, (2, 1, 1, 3), window=1)
+
+
 @rolling.requires("layers do not mix; length counts every position, forgotten ones too")
 def _(answer, t):
     rolls(t, answer, (2, 1, 3, 1, 6, 1), n_layers=3)
@@ -1492,50 +1604,88 @@ def _(answer, t):
     "Does something still hold what was forgotten? A slice keeps the whole tensor alive.",
 )
 def _(answer, t):
-    cache = new_rolling(answer, t, n_layers=2, window=8)
-    for step in range(12):
-        for layer in range(2):
-            t.call(cache.append, layer, *chunk(5, seed=step))
-    held = sum(tensors_in(vars(cache)).values())
-    allowed = 2 * 2 * 2 * 3 * 8 * 5 * 4 + 512
-    t.true(
-        held <= allowed,
-        f"After 60 positions it holds {held:,} bytes; a window of 8 takes "
-        f"{allowed - 512:,}.",
-    )
+    for size in (5, 1, 30):
+        cache = new_rolling(answer, t, 2, 8, dtype=torch.float64)
+        halfway = 0
+        for step in range(12):
+            for layer in range(2):
+                new = chunk(size, seed=step, dtype=torch.float64)
+                t.call(cache.append, layer, *new)
+            held = sum(tensors_in(vars(cache)).values())
+            halfway = held if step == 9 else halfway
+        t.trace.append(held > halfway)
+        needed = 2 * 2 * 2 * 3 * 8 * 5 * 8
+        t.true(
+            held <= needed + 512,
+            f"After {12 * size} positions, {size} at a time, it holds {held:,} bytes; a "
+            f"window of 8 takes {needed:,}.",
+        )
 
 
 @rolling.requires(
-    "a batch, head count, width or dtype that is not the cache's is a ValueError",
-    "The same test as in `KVCache`.",
+    "a batch, head count, width, dtype or device that is not the cache's is a "
+    "ValueError, and nothing is stored",
+    "The same test as in `KVCache`: before you write, for keys and for values.",
 )
 def _(answer, t):
+    def refused(held, new, names, because):
+        cache = new_rolling(answer, t, dtype=held[0].dtype)
+        rolled(t, cache, 0, [held])
+        t.raises(ValueError, cache.append, 0, *new, mentions=names, because=because)
+        length_is(t, cache, 3, f"after the refused call ({because})")
+        more = chunk(2, seed=7, dtype=held[0].dtype)
+        rolled(t, cache, 0, [held, more], when=f"after the refused call ({because}): ")
+
     for wrong, names in (
         (dict(batch=1), (1, 2)),
+        (dict(batch=7), (7, 2)),
         (dict(heads=1), (1, 3)),
+        (dict(heads=6), (6, 3)),
         (dict(d_head=1), (1, 5)),
+        (dict(d_head=4), (4, 5)),
     ):
         (what,) = wrong
+        for which, *new in misfits(2, **wrong):
+            because = f"{what} {names[0]} of {which} where the cache has {names[1]}"
+            refused(chunk(3), new, names, because)
+    uneven = (chunk(4)[0], chunk(1)[1])
+    refused(chunk(3), uneven, (), "4 keys with 1 value")
+    for dtype, other in (
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.float16),
+    ):
+        for which, *new in misfits(2, dtype, dtype=other):
+            names = (str(dtype)[6:], str(other)[6:])
+            because = f"{names[1]} {which} where the cache is {names[0]}"
+            refused(chunk(3, dtype=dtype), new, names, because)
+    for dtype in (torch.float64, torch.bfloat16):
+        rolls(t, answer, (3, 3, 1), dtype=dtype)
+        torch.set_default_dtype(dtype)
         cache = new_rolling(answer, t)
-        t.raises(
-            ValueError,
-            cache.append,
-            0,
-            *chunk(2, **wrong),
-            mentions=names,
-            because=f"{what} {names[0]} where the cache has {names[1]}",
-        )
-    cache = new_rolling(answer, t, dtype=torch.float16)
-    t.raises(
-        ValueError,
-        cache.append,
-        0,
-        *chunk(2),
-        mentions=("float16", "float32"),
-        because="float32 where the cache is float16",
-    )
-    rolls(t, answer, (3, 3, 1), dtype=torch.float64)
-    rolls(t, answer, (3, 3, 1), dtype=torch.bfloat16)
+        rolled(t, cache, 0, [chunk(3, dtype=dtype)])
+    torch.set_default_dtype(torch.float32)
+    k, v = (x.to("meta") for x in chunk(2))
+    cache = t.mutate(answer, 1, 2, 3, 4, 5, device="meta")
+    for _ in range(3):
+        found = t.mutate(cache.append, 0, k, v)
+        t.is_tuple(found, 2, "what `append` returns")
+    for which, *new in (
+        ("keys and values", k, v),
+        ("values", chunk(2)[0], v),
+        ("keys", k, chunk(2)[1]),
+    ):
+        because = f"{which} on the device `meta` where the cache is on `cpu`"
+        refused(chunk(3), new, ("meta", "cpu"), because)
+
+
+@rolling.requires(
+    "two caches know nothing of each other",
+    "What is assigned in the body of the class belongs to all its objects.",
+)
+def _(answer, t):
+    apart(answer, t, new_rolling, lambda cache, chunks: rolled(t, cache, 0, chunks))
 
 
 @rolling.requires(
@@ -1701,6 +1851,105 @@ rolling_fault(
     "shape_unchecked",
     "Shapes are not compared, so PyTorch broadcasts or complains later.",
     refuse_shape=lambda self, k, v: None,
+)
+rolling_fault(
+    "values_unchecked",
+    "The shape of the keys is compared, that of the values is not.",
+    refuse_shape=lambda self, k, v: Cache.refuse_shape(self, k, k),
+)
+rolling_fault(
+    "keys_kind_alone",
+    "Dtype and device of the keys are compared, those of the values are not.",
+    refuse_kind=lambda self, k, v: Cache.refuse_kind(self, k, k),
+)
+rolling_fault(
+    "larger_dtypes_alone_refused",
+    "Only larger dtypes are refused; those of equal size, and smaller ones, do not fit "
+    "either.",
+    refuse_kind=refuse_larger,
+)
+rolling_fault(
+    "device_unchecked",
+    "The dtype is compared and the device is not.",
+    refuse_kind=refuse_dtype,
+)
+rolling_fault(
+    "device_ignored",
+    "The memory is on the CPU whatever `device` was asked for.",
+    __init__=lambda self, *sizes, dtype=None, device=None: Rolling.__init__(
+        self, *sizes, dtype
+    ),
+)
+rolling_fault(
+    "float32_by_default",
+    "Without a dtype it is float32. torch's default can be set to another one.",
+    __init__=lambda self, *sizes, dtype=None, device=None: Rolling.__init__(
+        self, *sizes, dtype or torch.float32, device
+    ),
+)
+rolling_fault(
+    "zero_alone_refused",
+    "Sizes of 0 are refused and negative ones are not.",
+    refuse_sizes=lambda self, dtype: Cache.refuse_sizes(
+        SimpleNamespace(sizes=[abs(size) for size in self.sizes]), dtype
+    ),
+)
+rolling_fault(
+    "counted_before_shapes_are_compared",
+    "A call that is refused has counted its positions all the same. Test first, then "
+    "change.",
+    refuse_shape=count_then_refuse,
+)
+rolling_fault(
+    "length_of_the_first_layer",
+    "`length` moves as soon as the first layer has written. Whoever reads it in the "
+    "middle of a pass gets positions one chunk too far.",
+    length=property(lambda self: self.stops[0]),
+)
+rolling_fault(
+    "one_too_many_kept",
+    "What comes back is right, and one position too many is kept.",
+    keep=lambda self, x: x[:, :, -self.window - 1 :],
+)
+
+
+class ExactlyFullForgotten(Rolling):
+    def append(self, layer, k, v):
+        old = self.kept[layer] or (k[:, :, :0], v[:, :, :0])
+        shown = super().append(layer, k, v)
+        if k.shape[2] == self.window > 1 and self.stops[layer] > self.window:
+            self.kept[layer] = list(old)
+        return shown
+
+
+spoiled(
+    rolling,
+    ExactlyFullForgotten,
+    "chunk_of_the_window_not_kept",
+    "A chunk exactly as long as the window is not kept.",
+)
+
+
+class OneMemory(Rolling):
+    shared = ()
+
+    def reset(self):
+        super().reset()
+        if self.sizes[0] == 1:
+            type(self).shared = self.kept
+
+    def append(self, layer, k, v):
+        if self.sizes[0] == 1:
+            self.kept = type(self).shared
+        return super().append(layer, k, v)
+
+
+spoiled(
+    rolling,
+    OneMemory,
+    "caches_share_memory",
+    "All caches of one size write into one memory. Take it in `__init__`, for each "
+    "object.",
 )
 rolling_fault(
     "kind_unchecked",
