@@ -2109,6 +2109,10 @@ def in_chunks(t, answer, model, truth, ids, sizes, cache, padding=None):
             )
 
 
+# What bfloat16 may change in the logits, of the largest: positions change far more.
+FAR = 0.1
+
+
 def chunks_agree(t, answer, c, sizes, seed, batch=2, **kind):
     model, truth = decoder(c, seed)
     ids = probe_ids(batch, sum(sizes), below=c.vocab_size, seed=seed)
@@ -2216,6 +2220,53 @@ def _(answer, t):
 
 
 @forward_.requires(
+    "two texts in turn, each in its own cache",
+    "What a call has to know of the text so far is in the cache it is given.",
+)
+def _(answer, t):
+    for c in (LONG, LONG_GPT2):
+        model, truth = decoder(c, 1660)
+        ids = [probe_ids(2, 7, below=c.vocab_size, seed=33 + i) for i in range(2)]
+        sizes, caches, start = ((4, 1, 2), (2, 3, 2)), [room(c, 2), room(c, 2)], [0, 0]
+        for step in range(3):
+            for i, cache in enumerate(caches):
+                stop = start[i] + sizes[i][step]
+                actual = t.call(answer, model, ids[i][:, start[i] : stop], cache)
+                what = f"text {i + 1} of two, chunks {list(sizes[i][: step + 1])}: the "
+                right = truth(ids[i])[:, start[i] : stop]
+                t.close(actual, right, f"{what}logits of the last", like=right.float())
+                start[i] = stop
+
+
+@forward_.requires(
+    "positions are exact far into a text, in every dtype",
+    "Positions are whole numbers, as many as the model has. bfloat16 has 8 binary "
+    "digits: it counts to 256.",
+)
+def _(answer, t):
+    for fields in (ONE_BLOCK, replace(LONG_GPT2, n_layers=1)):
+        c = replace(fields, max_len=5_000, rope_base=9.0)
+        for dtype in (torch.float32, torch.bfloat16):
+            model, _ = decoder(c, 1670)
+            model = model.to(dtype)
+            held = {n: p.detach() for n, p in model.named_parameters()}
+            wide = doubled({n.removesuffix(".weight"): p for n, p in held.items()})
+            cache = Rolling(1, 2, 2, 8, c.d_head, dtype=dtype)
+            cache.stops = [4_100]
+            if c.style == "gpt2":
+                wide["positions.table"] = wide["positions.table"][4_100:]
+            ids = probe_ids(2, 8, below=c.vocab_size, seed=37)
+            expected = whole_decoder(ids, wide, c)
+            for start, stop in ((0, 5), (5, 6), (6, 8)):
+                actual = t.call(answer, model, ids[:, start:stop], cache)
+                what = f"{str(dtype)[6:]}, at position {4_100 + start}: the logits"
+                right, low = expected[:, start:stop], dtype == torch.bfloat16
+                tolerance = FAR * right.abs().max().item() if low else None
+                like = torch.empty(0, dtype=dtype)
+                t.close(actual, right, what, like=like, tolerance=tolerance)
+
+
+@forward_.requires(
     "padding on the left: each row gives what it would give alone",
     "Rows begin at different columns. Which position has a row's first real token, and "
     "which columns may nobody in this row see, in every step?",
@@ -2256,6 +2307,24 @@ def _(answer, t):
             cache,
             mentions=(17, 16),
             because="a 17th token where max_len is 16",
+        )
+        for sizes in ((16,), (9, 7)):
+            in_chunks(t, answer, model, truth, ids, sizes, room(c, 2))
+        cache = room(c, 2, max_len=30)
+        in_chunks(t, answer, model, truth, ids[:, :9], (9,), cache)
+        t.raises(
+            ValueError,
+            answer,
+            model,
+            ids[:, :8],
+            cache,
+            mentions=(17, 16),
+            because="9 tokens and 8 new ones where max_len is 16",
+        )
+        t.trace.append(tuple(cache.stops))
+        t.true(
+            cache.stops == [9] * c.n_layers,
+            "A call that is refused has stored tokens in the cache all the same.",
         )
         t.raises(
             ValueError,
@@ -2303,6 +2372,50 @@ def _(answer, t):
         )
 
 
+@forward_.requires(
+    "the model is left as it was, and so is torch",
+    "Neither `requires_grad`, nor `train()` and `eval()`, nor a setting for all of torch "
+    "is this function's to change.",
+)
+def _(answer, t):
+    model, _ = decoder(LONG, 2050)
+
+    def run():
+        t.call(answer, model, probe_ids(2, 3, below=23), room(LONG, 2))
+
+    left_alone(t, run, model)
+
+
+def left_alone(t, run, model):
+    """`run` changes neither the model nor torch's settings."""
+    for training in (True, False):
+        model.train(training)
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                run()
+                after = torch.is_grad_enabled()
+            t.true(
+                after == enabled,
+                f"Gradients were {'on' if enabled else 'off'} before the call and are "
+                f"{'on' if after else 'off'} after it, for everybody: use `with "
+                "torch.no_grad():` or the decorator.",
+            )
+            t.true(
+                all(p.requires_grad for p in model.parameters()),
+                "Parameters of the model have lost `requires_grad`: it cannot be trained "
+                "any more.",
+            )
+            t.true(
+                all(part.training == training for part in model.modules()),
+                f"The model came in with `training` {training} and is left with "
+                f"{not training}.",
+            )
+        t.true(
+            torch.get_default_dtype() == torch.float32,
+            "torch's default dtype is another one after the call.",
+        )
+
+
 @forward_.requires("it creates nothing on another device")
 def _(answer, t):
     for c in (LONG, LONG_GPT2):
@@ -2335,11 +2448,20 @@ def forward_with(knob=""):
         if knob == "starts_anew":
             cache.reset()
         start = cache.length
+        if knob == "positions_kept_outside":
+            start = run.at = 0 if start == 0 else run.at
+            run.at += t
+        if knob == "one_place_unused" and start + t == c.max_len and t > 1:
+            raise ValueError(f"{start + t} >= {c.max_len}")
+        if knob == "refused_after_storing" and start + t > c.max_len:
+            for layer in range(c.n_layers):
+                new = torch.zeros(len(ids), c.n_kv_heads, t, c.d_head)
+                cache.append(layer, new, new)
         if start + t > c.max_len and knob != "max_len_unchecked":
             raise ValueError(f"{start + t} > {c.max_len}")
         if knob == "padding_ignored":
             run.padding = padding = None
-        if start == 0:
+        if start == 0 or not hasattr(cache, "steps"):
             cache.steps, cache.first = 0, t
         cache.steps += 1
         at = torch.arange(t, device=ids.device)
@@ -2353,6 +2475,10 @@ def forward_with(knob=""):
             "one_position_for_the_chunk": start - at,
             "last_position_of_the_cache": getattr(cache, "max_len", t) - t,
         }.get(knob, start)
+        if knob == "positions_in_the_models_dtype":
+            positions = positions.to(model.embedding.weight.dtype).long()
+        if knob == "table_of_positions":
+            positions = positions.clamp(max=2_047)
         if padding is not None:
             pads = padding[:, None]
             if knob == "padding_of_the_first_row":
@@ -2468,6 +2594,14 @@ def forward_with(knob=""):
 
     def cached_forward(model, ids, cache, padding=None):
         run.padding = padding
+        if knob == "model_frozen":
+            model.requires_grad_(False)
+        if knob == "set_to_eval":
+            model.eval()
+        if knob == "set_to_train":
+            model.train()
+        if knob == "gradients_off_for_all":
+            torch.set_grad_enabled(False)
         with torch.set_grad_enabled(knob == "gradients_kept"):
             return run(model, ids, cache, padding)
 
@@ -2556,6 +2690,19 @@ FORWARD_FAULTS = {
     "learned positions does not have. What they get is all the same, if it exists.",
     "max_len_unchecked": "Texts longer than the model's `max_len` are accepted if the "
     "cache has room.",
+    "positions_kept_outside": "It counts positions itself, and takes two texts for one. "
+    "How far a text has come is `cache.length`.",
+    "positions_in_the_models_dtype": "Positions are rounded to the model's dtype; bfloat16 "
+    "counts to 256. Leave them whole numbers.",
+    "table_of_positions": "Positions end at a number of its own, before `max_len`.",
+    "one_place_unused": "A chunk that ends at exactly `max_len` is refused. It fits.",
+    "refused_after_storing": "A text that is too long is refused after its tokens have "
+    "been stored. Test first.",
+    "model_frozen": "`requires_grad` is switched off in the model itself.",
+    "set_to_eval": "The model is left in another mode: `eval()` is for the caller to say.",
+    "set_to_train": "The model is left in training mode, which is for the caller to say.",
+    "gradients_off_for_all": "Gradients are switched off for all of torch. Use "
+    "`torch.no_grad()` as a decorator, or with `with`.",
     "gradients_kept": "Gradients are recorded, and the cache holds every step's graph.",
 }
 for name, sentence in FORWARD_FAULTS.items():
@@ -2668,6 +2815,49 @@ def _(answer, t):
         )
 
 
+@generation.requires(
+    "without settings: temperature 1, no top_k, no top_p; given without names, they are "
+    "in the order of `sample`",
+    "Compare your first line with the contract, argument by argument.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3350)
+    many = PROMPTS[:1].expand(2_000, -1)
+    given = dict(temperature=1.0, top_k=None, top_p=None, padding=None)
+    both = [
+        t.mutate(answer, model, many, 1, generator=seeded(4), **settings)
+        for settings in ({}, given)
+    ]
+    t.equal(both[0], both[1], f"without settings, compared with {given}: the text")
+    expected = greedy(model, PROMPTS, 5)
+    for settings in (
+        (5.0, 1),
+        (5.0, None, 1e-6),
+        (5.0, 1, None, seeded(4)),
+        (0, None, None, None, torch.tensor([0, 0, 0])),
+    ):
+        actual = t.mutate(answer, model, PROMPTS, 5, *settings)
+        t.equal(actual, expected, f"settings without names, {len(settings)}: the text")
+
+
+@generation.requires(
+    "two calls without a generator draw anew, and two texts from one generator differ",
+    "Who seeds torch inside a function decides for everybody.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3360)
+    made = seeded(6)
+    for kind in ({}, dict(generator=made)):
+        runs = [
+            t.mutate(answer, model, PROMPTS, 12, temperature=3.0, **kind)
+            for _ in range(2)
+        ]
+        t.true(
+            not torch.equal(*runs),
+            "Two calls in a row drew the same text: something sets the seed in each.",
+        )
+
+
 @generation.requires("a generator alone decides what is drawn")
 def _(answer, t):
     model = Text(LONG, seed=3400)
@@ -2739,6 +2929,20 @@ def _(answer, t):
     t.call(answer, Text(LONG_GPT2, seed=3710).bfloat16(), PROMPTS, 3, temperature=0)
 
 
+@generation.requires(
+    "the model is left as it was, and so is torch; no gradients are recorded",
+    "`torch.no_grad()` as a decorator, or with `with`.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3750)
+
+    def run():
+        text = t.call(answer, model, PROMPTS, 2, temperature=0)
+        t.true(not text.requires_grad, "The text carries gradients.")
+
+    left_alone(t, run, model)
+
+
 @generation.requires("it creates nothing on another device")
 def _(answer, t):
     t.any_device(answer, Text(LONG, seed=3800), PROMPTS, 3, temperature=0)
@@ -2785,6 +2989,14 @@ def generator_that(wrong=""):
             n_tokens = max(0, min(n_tokens, c.max_len - t))
         if wrong == "temperature_not_passed":
             temperature = 1.0 if temperature else 0
+        if wrong == "seeds_each_call" and generator is None:
+            torch.manual_seed(0)
+        if wrong == "gradients_off_for_all":
+            torch.set_grad_enabled(False)
+        if wrong == "set_to_eval":
+            model.eval()
+        if wrong == "model_frozen":
+            model.requires_grad_(False)
         if wrong == "defaults_to_greedy" and temperature == 1.0 and generator is None:
             temperature = 0
         top_k = None if wrong == "top_k_not_passed" else top_k
@@ -2877,6 +3089,12 @@ GENERATE_FAULTS = {
     "one_row_for_all": "Every row gets the first row's token.",
     "defaults_to_greedy": "Without settings it takes the most likely token; the "
     "temperature is 1 unless given.",
+    "seeds_each_call": "The seed is set in each call, so all calls draw the same. Leave "
+    "the seed to the caller.",
+    "gradients_off_for_all": "Gradients are switched off for all of torch. Use "
+    "`torch.no_grad()` as a decorator, or with `with`.",
+    "set_to_eval": "The model is left in another mode: `eval()` is for the caller to say.",
+    "model_frozen": "`requires_grad` is switched off in the model itself.",
     "temperature_not_passed": "The temperature is not passed on to `sample`.",
     "top_k_not_passed": "`top_k` is not passed on to `sample`.",
     "top_p_not_passed": "`top_p` is not passed on to `sample`.",
@@ -2899,6 +3117,42 @@ GENERATE_FAULTS = {
 }
 for name, sentence in GENERATE_FAULTS.items():
     generation.fault(name, sentence, generator_that(name))
+
+
+@generation.fault(
+    "top_p_by_default",
+    "`top_p` is not None unless given: the least likely tokens are cut without a word.",
+)
+def _(
+    model,
+    ids,
+    n_tokens,
+    temperature=1.0,
+    top_k=None,
+    top_p=0.95,
+    generator=None,
+    padding=None,
+):
+    settings = (temperature, top_k, top_p, generator, padding)
+    return generator_that()(model, ids, n_tokens, *settings)
+
+
+@generation.fault(
+    "order_of_arguments",
+    "The arguments stand in another order than in the contract.",
+)
+def _(
+    model,
+    ids,
+    n_tokens,
+    temperature=1.0,
+    top_p=None,
+    top_k=None,
+    generator=None,
+    padding=None,
+):
+    settings = (temperature, top_k, top_p, generator, padding)
+    return generator_that()(model, ids, n_tokens, *settings)
 
 
 # The parts of lessons 03, 04 and 08 with a cache --------------------------------------
