@@ -2834,7 +2834,6 @@ def _(answer, t):
         (5.0, 1),
         (5.0, None, 1e-6),
         (5.0, 1, None, seeded(4)),
-        (0, None, None, None, torch.tensor([0, 0, 0])),
     ):
         actual = t.mutate(answer, model, PROMPTS, 5, *settings)
         t.equal(actual, expected, f"settings without names, {len(settings)}: the text")
