@@ -289,6 +289,7 @@ def _(answer, t):
         (dict(heads=6), (6, 3)),
         (dict(d_head=1), (1, 5)),
         (dict(d_head=4), (4, 5)),
+        (dict(d_head=8), (8, 5)),
     ):
         (what,) = wrong
         for which, *new in misfits(3, **wrong):
@@ -1643,6 +1644,7 @@ def _(answer, t):
         (dict(heads=6), (6, 3)),
         (dict(d_head=1), (1, 5)),
         (dict(d_head=4), (4, 5)),
+        (dict(d_head=8), (8, 5)),
     ):
         (what,) = wrong
         for which, *new in misfits(2, **wrong):
