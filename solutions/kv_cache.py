@@ -105,7 +105,8 @@ def chunk_mask(t_q, t_k, padding=None):
     Args:
         t_q: number of queries; they are the last `t_q` of the `t_k` positions.
         t_k: number of keys, cached ones included.
-        padding: `(B,)`, how many tokens at the start of each row are padding.
+        padding: `(B,)`, whole numbers: how many tokens at the start of each row are
+            padding.
 
     Returns:
         Boolean, True = may look: `(1, 1, t_q, t_k)`, or `(B, 1, t_q, t_k)` with
@@ -243,7 +244,7 @@ def kv_cache_bytes(config, t, batch=1, dtype=torch.float16):
 
     Args:
         config: a `TransformerConfig`.
-        t: positions in each row.
+        t: positions in each row; more than `config.max_len` count too.
         batch: rows.
         dtype: of what is stored, floating-point.
 
@@ -308,7 +309,7 @@ class RollingKVCache:
 
         Raises:
             ValueError: if shape, dtype or device are not the cache's; names what came
-                and what is expected.
+                and what is expected. Nothing is stored then.
         """
         ### BEGIN SOLUTION
         _, batch, n_kv_heads, _, d_head = self.k.shape

@@ -305,6 +305,8 @@ class OneLength:
         for x in (k, v):
             if x.shape != (b, n, k.size(2), d) or x.dtype != pair.dtype:
                 raise ValueError(f"{x.shape} {x.dtype} for {self.sizes} {pair.dtype}")
+            if x.device != pair.device:
+                raise ValueError(f"{x.device} is not {pair.device}")
         if end > max_len:
             raise ValueError(f"{end} > {max_len}")
         pair[0].narrow(2, self.length, k.size(2)).copy_(k)
@@ -624,7 +626,9 @@ class ByConcatenation:
         self, n_layers, batch, n_kv_heads, window, d_head, dtype=None, device=None
     ):
         if min(n_layers, batch, n_kv_heads, window, d_head) < 1:
-            raise ValueError("a size of 0")
+            raise ValueError(
+                f"sizes {n_layers}, {batch}, {n_kv_heads}, {window}, {d_head}"
+            )
         empty = torch.zeros(batch, n_kv_heads, 0, d_head, dtype=dtype, device=device)
         self.empty, self.window, self.n_layers = empty, window, n_layers
         self.reset()
@@ -639,6 +643,8 @@ class ByConcatenation:
             if x.shape != (b, n, k.shape[2], d) or x.dtype != self.empty.dtype:
                 raise ValueError(f"{x.shape} {x.dtype}: {self.empty.shape} {x.dtype}"
                                  f" {self.empty.dtype}")  # fmt: skip
+            if x.device != self.empty.device:
+                raise ValueError(f"{x.device} is not {self.empty.device}")
         pairs = zip(self.kept[layer], (k, v), strict=True)
         both = [torch.cat([old[:, :, -self.window :], new], 2) for old, new in pairs]
         self.kept[layer] = [x[:, :, -self.window :].clone() for x in both]
@@ -660,6 +666,8 @@ class Shifting(RollingKVCache):
         if k.shape != (*self.k.shape[1:3], k.shape[2], self.k.shape[4]):
             return super().append(layer, k, v)
         if k.dtype != self.k.dtype or v.dtype != self.k.dtype or v.shape != k.shape:
+            return super().append(layer, k, v)
+        if k.device != self.k.device or v.device != self.k.device:
             return super().append(layer, k, v)
         del shown
         seen = [torch.cat([o, n], 2) for o, n in zip(old, (k, v), strict=True)]
@@ -1012,3 +1020,296 @@ def test_generated_text_is_an_ordinary_tensor():
         assert not text.is_inference() and not text.requires_grad
         text[:, 0] = 0
     assert torch.equal(ids, probe_ids(2, 3, below=51))
+
+
+# Wrong answers that used to pass ------------------------------------------------------
+
+
+def wrong_cache(base=KVCache, **methods):
+    return type(base.__name__, (base,), methods)
+
+
+def built_with(base, change):
+    """A cache whose `__init__` gets other arguments."""
+
+    def __init__(self, *sizes, dtype=None, device=None):
+        base.__init__(self, *change(list(sizes), dtype, device))
+
+    return wrong_cache(base, __init__=__init__)
+
+
+@pytest.mark.parametrize("base", [KVCache, RollingKVCache])
+def test_caches_that_change_what_they_were_given_fail(base):
+    append = base.append
+
+    def values_in_the_cache_s_dtype(self, layer, k, v):
+        return append(self, layer, k, v.to(k.dtype))
+
+    def values_moved(self, layer, k, v):
+        v = torch.zeros_like(k) if v.device != k.device else v
+        return append(self, layer, k, v)
+
+    def both_moved(self, layer, k, v):
+        k, v = (torch.zeros(x.shape) if x.is_meta else x for x in (k, v))
+        return append(self, layer, k, v)
+
+    def values_broadcast(self, layer, k, v):
+        return append(self, layer, k, v.expand_as(k) if v.shape[0] == 1 else v)
+
+    def heads_of_values_broadcast(self, layer, k, v):
+        return append(self, layer, k, v.expand_as(k) if v.shape[1] == 1 else v)
+
+    def values_cut(self, layer, k, v):
+        return append(self, layer, k, v[..., : k.shape[-1]])
+
+    def half_kinds_exchanged(self, layer, k, v):
+        half = (torch.float16, torch.bfloat16)
+        if k.dtype in half and self.k.dtype in half:
+            k, v = k.to(self.k.dtype), v.to(self.k.dtype)
+        return append(self, layer, k, v)
+
+    def widens(self, layer, k, v):
+        if k.dtype.itemsize < self.k.dtype.itemsize:
+            k, v = k.to(self.k.dtype), v.to(self.k.dtype)
+        return append(self, layer, k, v)
+
+    def counts_what_is_refused(self, layer, k, v):
+        before = list(self.lengths)
+        try:
+            return append(self, layer, k, v)
+        except ValueError:
+            self.lengths = [before[0] + k.shape[2], *before[1:]]
+            raise
+
+    def forgets_when_it_refuses(self, layer, k, v):
+        try:
+            return append(self, layer, k, v)
+        except ValueError:
+            self.reset()
+            raise
+
+    def writes_over_the_first_when_it_refuses(self, layer, k, v):
+        try:
+            return append(self, layer, k, v)
+        except ValueError:
+            self.k[layer, :, :, 0] = 0
+            raise
+
+    for name, wrong in list(locals().items()):
+        if name not in ("append", "base"):
+            report = evaluate(wrong_cache(base, append=wrong), base.__name__)
+            assert report.status == "failed", f"{name} passes"
+
+    lengths = [
+        lambda self: float(min(self.lengths)),
+        lambda self: torch.tensor(min(self.lengths)),
+        lambda self: max(self.lengths),
+        lambda self: self.lengths[0],
+        lambda self: str(min(self.lengths)),
+    ]
+    for length in lengths:
+        fails(wrong_cache(base, length=property(length)), base.__name__)
+    for change in (
+        lambda sizes, dtype, device: (*sizes, dtype, None),
+        lambda sizes, dtype, device: (*sizes, dtype or torch.float32, device),
+        lambda sizes, dtype, device: (*[abs(n) for n in sizes], dtype, device),
+        lambda sizes, dtype, device: (*[max(n, 1) for n in sizes], dtype, device),
+        lambda sizes, dtype, device: (
+            *sizes[:3],
+            sizes[3] + 1,
+            sizes[4],
+            dtype,
+            device,
+        ),
+    ):
+        fails(built_with(base, change), base.__name__)
+
+    class OneList(base):
+        lengths = ()
+        kept = [0]  # noqa: RUF012
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if len(self.lengths) == 1:
+                self.kept[0], self.lengths = 0, self.kept
+
+    fails(OneList, base.__name__)
+
+
+def test_other_wrong_uses_of_memory_fail():
+    def new_memory(self):
+        self.k, self.v = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        KVCache.reset(self)
+
+    fails(wrong_cache(reset=new_memory), "KVCache", "reset_takes_new_memory")
+
+    class Long(KVCache):
+        def __init__(self, *sizes, dtype=None, device=None):
+            super().__init__(*sizes, dtype, device)
+            self.copies = [self.k.clone()]
+
+    class WholeNumbers(KVCache):
+        def __init__(self, *sizes, dtype=None, device=None):
+            whole = dtype in (torch.uint8, torch.bool)
+            super().__init__(*sizes, torch.float32 if whole else dtype, device)
+
+    Long.__name__ = WholeNumbers.__name__ = "KVCache"
+    fails(Long, "KVCache", "more_memory_than_needed")
+    fails(WholeNumbers, "KVCache")
+
+
+def test_other_wrong_masks_of_unusual_sizes_fail():
+    right = chunk_mask
+
+    def table(t_q, t_k, padding=None):
+        return right(128, 128, padding)[..., -t_q:, :t_k] if t_k > 128 else right(
+            t_q, t_k, padding)  # fmt: skip
+
+    def long_table(t_q, t_k, padding=None):
+        if t_k > 2_048:
+            raise IndexError(t_k)
+        return right(t_q, t_k, padding)
+
+    def no_zeros(t_q, t_k, padding=None):
+        return right(
+            t_q, t_k, None if padding is None or not padding.any() else padding
+        )
+
+    def int64_alone(t_q, t_k, padding=None):
+        if padding is not None and padding.dtype != torch.int64:
+            raise TypeError(padding.dtype)
+        return right(t_q, t_k, padding)
+
+    def int32_alone(t_q, t_k, padding=None):
+        narrow = padding is not None and padding.dtype == torch.int8
+        return right(t_q, t_k, padding * 0 if narrow else padding)
+
+    def same_dtype(t_q, t_k, padding=None):
+        mask = right(t_q, t_k)
+        if padding is None:
+            return mask
+        real = torch.arange(t_k).to(padding.dtype) >= padding[:, None]
+        return mask & real[:, None, None]
+
+    for name, wrong in list(locals().items()):
+        if name != "right":
+            fails(wrong, "chunk_mask")
+
+
+def test_other_wrong_bytes_of_large_caches_fail():
+    right = kv_cache_bytes
+
+    def refused(config, t, batch=1, dtype=torch.float16):
+        if t > config.max_len:
+            raise ValueError(t)
+        return right(config, t, batch, dtype)
+
+    def clipped(config, t, batch=1, dtype=torch.float16):
+        return right(config, min(t, config.max_len), batch, dtype)
+
+    def in_float32(config, t, batch=1, dtype=torch.float16):
+        return int(torch.tensor(float(right(config, t, batch, dtype))).item())
+
+    def in_int32(config, t, batch=1, dtype=torch.float16):
+        n = right(config, t, batch, dtype)
+        return (n + 2**31) % 2**32 - 2**31
+
+    def as_float(config, t, batch=1, dtype=torch.float16):
+        return float(right(config, t, batch, dtype))
+
+    def uint8(config, t, batch=1, dtype=torch.float16):
+        return right(config, t, batch, torch.float8_e4m3fn if dtype == torch.uint8
+                     else dtype)  # fmt: skip
+
+    for name, wrong in list(locals().items()):
+        if name != "right":
+            fails(wrong, "kv_cache_bytes")
+
+
+def test_other_wrong_forward_passes_far_on_and_in_turn_fail():
+    def rounded(model, ids, cache, padding=None):
+        dtype = model.embedding.weight.dtype
+        rotate = lambda x, p, b: rope(x, p.to(dtype).long(), b)  # noqa: E731
+        return plain(model, ids, cache, padding, rotate=rotate)
+
+    def in_bfloat16(model, ids, cache, padding=None):
+        rotate = lambda x, p, b: rope(x, p.bfloat16().long(), b)  # noqa: E731
+        return plain(model, ids, cache, padding, rotate=rotate)
+
+    def table(model, ids, cache, padding=None):
+        rotate = lambda x, p, b: rope(x, torch.arange(4_096)[p], b)  # noqa: E731
+        return plain(model, ids, cache, padding, rotate=rotate)
+
+    def refuses_a_chunk_to_the_end(model, ids, cache, padding=None):
+        if ids.shape[1] > 1 and cache.length + ids.shape[1] == model.config.max_len:
+            raise ValueError(model.config.max_len)
+        return plain(model, ids, cache, padding)
+
+    def off(model, ids, cache, padding=None):
+        torch.set_grad_enabled(False)
+        return plain(model, ids, cache, padding)
+
+    def on_again(model, ids, cache, padding=None):
+        out = plain(model, ids, cache, padding)
+        torch.set_grad_enabled(True)
+        return out
+
+    def frozen(model, ids, cache, padding=None):
+        return plain(model.requires_grad_(False), ids, cache, padding)
+
+    def evaluated(model, ids, cache, padding=None):
+        return plain(model.eval(), ids, cache, padding)
+
+    def trained(model, ids, cache, padding=None):
+        out = plain(model.eval(), ids, cache, padding)
+        model.train()
+        return out
+
+    def last_cache(model, ids, cache, padding=None):
+        KEPT_CACHE[0] = cache if cache.length == 0 else KEPT_CACHE[0]
+        return plain(model, ids, KEPT_CACHE[0], padding)
+
+    KEPT_CACHE = [None]
+    for name, wrong in list(locals().items()):
+        if name != "KEPT_CACHE":
+            fails(wrong, "cached_forward")
+
+
+def test_other_wrong_defaults_and_settings_of_generation_fail():
+    right = generate_cached
+
+    def cut_tail(model, ids, n, temperature=1.0, top_k=None, top_p=0.95, **kwargs):
+        return right(model, ids, n, temperature, top_k, top_p, **kwargs)
+
+    def few(model, ids, n_tokens, temperature=1.0, top_k=20, *args, **kwargs):
+        return right(model, ids, n_tokens, temperature, top_k, *args, **kwargs)
+
+    def warm(model, ids, n_tokens, temperature=1.01, *args, **kwargs):
+        return right(model, ids, n_tokens, temperature, *args, **kwargs)
+
+    def order(model, ids, n_tokens, top_k=None, temperature=1.0, **kwargs):
+        return right(model, ids, n_tokens, temperature, top_k, **kwargs)
+
+    def seeds(*args, **kwargs):
+        torch.manual_seed(0)
+        return right(*args, **kwargs)
+
+    def restores(*args, **kwargs):
+        state = torch.get_rng_state()
+        out = right(*args, **kwargs)
+        torch.set_rng_state(state)
+        return out
+
+    def off(*args, **kwargs):
+        torch.set_grad_enabled(False)
+        return right(*args, **kwargs)
+
+    def evaluated(model, *args, **kwargs):
+        return right(model.eval(), *args, **kwargs)
+
+    def frozen(model, *args, **kwargs):
+        return right(model.requires_grad_(False), *args, **kwargs)
+
+    for name, wrong in list(locals().items()):
+        if name != "right":
+            fails(wrong, "generate_cached")

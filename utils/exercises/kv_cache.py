@@ -129,6 +129,10 @@ def length_is(t, cache, expected, when):
             "`length` is a method. It is read without brackets, `cache.length`: make it "
             "a property or an attribute."
         )
+    if type(found) is not int:
+        raise Explained(
+            f"`length` is of type {type(found).__name__}. It counts positions: an int."
+        )
     t.equal(found, expected, f"{when}: `length`")
 
 
@@ -141,6 +145,25 @@ def appended(t, cache, layer, chunks, when=""):
         expected = torch.cat([each[i] for each in chunks], 2)
         t.equal(found[i].detach().clone(), expected, f"{when}the {name} returned")
     return found
+
+
+def refused(t, cache, layer, held, new, mentions, because):
+    """`new` is a ValueError, and what comes next is stored right behind `held`."""
+    t.raises(ValueError, cache.append, layer, *new, mentions=mentions, because=because)
+    after = f"after the refused call ({because}): "
+    kind = dict(dtype=held[0].dtype)
+    appended(t, cache, layer, [held, chunk(2, seed=7, **kind)], after)
+
+
+def misfits(size, stored=torch.float32, **wrong):
+    """A chunk with a wrong size or dtype in both, in the keys, in the values."""
+    k, v = chunk(size, dtype=stored)
+    wrong_k, wrong_v = chunk(size, **{"dtype": stored, **wrong})
+    return (
+        ("keys and values", wrong_k, wrong_v),
+        ("values", k, wrong_v),
+        ("keys", wrong_k, v),
+    )
 
 
 @cache_.requires(
@@ -266,18 +289,15 @@ def _(answer, t):
         (dict(heads=6), (6, 3)),
         (dict(d_head=1), (1, 5)),
         (dict(d_head=4), (4, 5)),
+        (dict(d_head=8), (8, 5)),
     ):
-        cache = new_cache(answer, t)
         (what,) = wrong
-        t.raises(
-            ValueError,
-            cache.append,
-            0,
-            *chunk(3, **wrong),
-            mentions=names,
-            because=f"{what} {names[0]} where the cache has {names[1]}",
-        )
-        length_is(t, cache, 0, "after the refused call")
+        for which, *new in misfits(3, **wrong):
+            cache = new_cache(answer, t)
+            held = chunk(2)
+            appended(t, cache, 0, [held])
+            because = f"{what} {names[0]} of {which} where the cache has {names[1]}"
+            refused(t, cache, 0, held, new, names, because)
     cache = new_cache(answer, t)
     uneven = (chunk(4)[0], chunk(1)[1])
     t.raises(
@@ -304,6 +324,7 @@ def _(answer, t):
             mentions=(layer, 3),
             because=f"layer {layer} of a cache of 3",
         )
+    length_is(t, cache, 0, "after the refused calls")
 
 
 @cache_.requires(
@@ -320,18 +341,69 @@ def _(answer, t):
     for dtype, other in (
         (torch.float32, torch.float64),
         (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float32),
     ):
-        cache = new_cache(answer, t, dtype=dtype)
-        mixed = [(chunk(2, dtype=other)[0], chunk(2, dtype=dtype)[1])]
-        for k, v in (chunk(2, dtype=other), *mixed):
+        for which, *new in misfits(2, dtype, dtype=other):
+            cache, held = new_cache(answer, t, dtype=dtype), chunk(3, dtype=dtype)
+            appended(t, cache, 0, [held])
+            names = (str(dtype)[6:], str(other)[6:])
+            because = f"{names[1]} {which} where the cache is {names[0]}"
+            refused(t, cache, 0, held, new, names, because)
+
+
+@cache_.requires(
+    "without a dtype it stores in torch's default, whatever that is at the time",
+    "`torch.zeros` without a dtype takes the default by itself.",
+)
+def _(answer, t):
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        torch.set_default_dtype(dtype)
+        for kind in ({}, dict(dtype=None)):
+            cache = new_cache(answer, t, **kind)
+            appended(t, cache, 0, [chunk(2, dtype=dtype)])
+
+
+@cache_.requires(
+    "it stores on the device it was built for; keys or values on another are a "
+    "ValueError that names both devices",
+    "`torch.zeros(…, device=device)`, and compare devices before you write.",
+)
+def _(answer, t):
+    for device in ("meta", torch.device("meta")):
+        cache = t.mutate(answer, 1, 2, 3, 9, 5, device=device)
+        k, v = (x.to("meta") for x in chunk(2))
+        found = t.mutate(cache.append, 0, k, v)
+        t.is_tuple(found, 2, "what `append` returns")
+        t.true(
+            all(x.device.type == "meta" for x in found),
+            "The cache was built with a `device`, and what it returns is on another.",
+        )
+    for which, *new in zip(
+        ("keys and values", "values", "keys"),
+        (k, chunk(2)[0], k),
+        (v, v, chunk(2)[1]),
+        strict=True,
+    ):
+        cache, held = new_cache(answer, t), chunk(3)
+        appended(t, cache, 0, [held])
+        because = f"{which} on the device `meta` where the cache is on `cpu`"
+        refused(t, cache, 0, held, new, ("meta", "cpu"), because)
+
+
+def small_sizes_refused(answer, t):
+    for size in (0, -1, -7):
+        for i in range(5):
+            sizes = [4, 2, 3, 9, 5]
+            sizes[i] = size
             t.raises(
                 ValueError,
-                cache.append,
-                0,
-                k,
-                v,
-                mentions=(str(dtype)[6:], str(other)[6:]),
-                because=f"{str(other)[6:]} where the cache is {str(dtype)[6:]}",
+                answer,
+                *sizes,
+                mentions=(size,),
+                because=f"a size of {size} (argument {i + 1})",
             )
 
 
@@ -340,24 +412,16 @@ def _(answer, t):
     "built",
 )
 def _(answer, t):
-    for i in range(5):
-        sizes = [4, 2, 3, 9, 5]
-        sizes[i] = 0
+    small_sizes_refused(answer, t)
+    for dtype in (torch.int64, torch.uint8, torch.bool, torch.int8):
         t.raises(
             ValueError,
             answer,
-            *sizes,
-            mentions=(0,),
-            because=f"a size of 0 (argument {i + 1})",
+            *(1, 2, 3, 9, 5),
+            dtype=dtype,
+            mentions=(str(dtype)[6:],),
+            because=f"dtype {dtype}",
         )
-    t.raises(
-        ValueError,
-        answer,
-        *(1, 2, 3, 9, 5),
-        dtype=torch.int64,
-        mentions=("int64",),
-        because="dtype torch.int64",
-    )
 
 
 @cache_.requires(
@@ -366,16 +430,78 @@ def _(answer, t):
     "slice of a tensor make?",
 )
 def _(answer, t):
-    cache, places = new_cache(answer, t, max_len=30), []
-    for size in (1, 4, 1, 20, 2):
+    cache, places, alive = new_cache(answer, t, max_len=30), [], []
+    for size in (1, 4, 1, 20, 2, 0, 3, 5):
+        if size == 0:
+            t.call(cache.reset)
+            continue
         found = t.call(cache.append, 0, *chunk(size))
         t.is_tuple(found, 2, "what `append` returns")
         places.append([x.untyped_storage().data_ptr() for x in found])
         places[-1] += [x.data_ptr() for x in found]
+        alive.append(found)  # or its memory could be given out again
     t.true(
-        all(p == places[0] for p in places),
+        all(p == places[0] for p in places[:5]),
         "What `append` returned lies at another place in memory each time.",
     )
+    t.true(
+        all(p == places[0] for p in places),
+        "After `reset` what `append` returns lies at another place in memory.",
+    )
+
+
+@cache_.requires(
+    "no more memory is taken than max_len positions need",
+    "Multiply the sizes: how many numbers are the keys, and how many the values?",
+)
+def _(answer, t):
+    cache, held = new_cache(answer, t, n_layers=2, max_len=200), {}
+    tensors_in(vars(cache), held)
+    for layer in range(2):
+        tensors_in(t.call(cache.append, layer, *chunk(3)), held)
+    needed = 2 * 2 * 2 * 3 * 200 * 5 * 4
+    t.true(
+        sum(held.values()) <= needed + 2_000,
+        f"It holds {sum(held.values()):,} bytes; keys and values of 200 positions are "
+        f"{needed:,}.",
+    )
+
+
+@cache_.requires(
+    "two caches know nothing of each other",
+    "What is assigned in the body of the class belongs to all its objects.",
+)
+def _(answer, t):
+    apart(answer, t, new_cache, lambda cache, chunks: appended(t, cache, 0, chunks))
+
+
+def apart(answer, t, new, append):
+    """Two caches of one size in turn, each with a text of its own."""
+    one, other = new(answer, t), new(answer, t)
+    chunks = [[], []]
+    for step in range(3):
+        for i, cache in enumerate((one, other)):
+            chunks[i].append(chunk(1, seed=30 * i + step))
+            append(cache, chunks[i])
+            length_is(t, cache, step + 1, f"cache {i + 1} of two")
+    t.call(one.reset)
+    length_is(t, other, 3, "another cache after a reset")
+    append(other, [*chunks[1], chunk(1, seed=99)])
+
+
+def tensors_in(value, seen=None):
+    """Every tensor that an object holds, by the storage that it keeps alive."""
+    seen = {} if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(value, dict):
+        for each in value.values():
+            tensors_in(each, seen)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            tensors_in(each, seen)
+    return seen
 
 
 @cache_.requires("strided keys can be stored, and nothing is on another device")
@@ -642,9 +768,124 @@ cache_fault(
 )
 cache_fault(
     "values_kind_unchecked",
-    "The dtype of the values is compared and that of the keys is not, or the other way "
-    "round.",
+    "The dtype of the values is compared and that of the keys is not.",
     refuse_kind=lambda self, k, v: Cache.refuse_kind(self, v, v),
+)
+cache_fault(
+    "keys_kind_alone",
+    "Dtype and device of the keys are compared, those of the values are not.",
+    refuse_kind=lambda self, k, v: Cache.refuse_kind(self, k, k),
+)
+
+
+def refuse_larger(self, k, v):
+    for x in (k, v):
+        if x.dtype.itemsize > self.k.dtype.itemsize:
+            raise ValueError(f"{x.dtype} is not {self.k.dtype}")
+
+
+cache_fault(
+    "larger_dtypes_alone_refused",
+    "Only larger dtypes are refused. Those of equal size lose digits or range, and a "
+    "smaller one is a model that does not fit the cache.",
+    refuse_kind=refuse_larger,
+)
+
+
+def refuse_dtype(self, k, v):
+    for x in (k, v):
+        if x.dtype != self.k.dtype:
+            raise ValueError(f"{x.dtype} is not {self.k.dtype}")
+
+
+cache_fault(
+    "device_unchecked",
+    "The dtype is compared and the device is not.",
+    refuse_kind=refuse_dtype,
+)
+cache_fault(
+    "device_ignored",
+    "The memory is on the CPU whatever `device` was asked for.",
+    __init__=lambda self, *sizes, dtype=None, device=None: Cache.__init__(
+        self, *sizes, dtype
+    ),
+)
+cache_fault(
+    "float32_by_default",
+    "Without a dtype it is float32. torch's default can be set to another one.",
+    stored_as=lambda self, dtype: dtype or torch.float32,
+)
+cache_fault(
+    "zero_alone_refused",
+    "Sizes of 0 are refused and negative ones are not.",
+    refuse_sizes=lambda self, dtype: Cache.refuse_sizes(
+        SimpleNamespace(sizes=[abs(size) for size in self.sizes]), dtype
+    ),
+)
+
+
+def refuse_int64(self, dtype):
+    Cache.refuse_sizes(self, dtype if dtype == torch.int64 else None)
+
+
+cache_fault(
+    "some_dtypes_unchecked",
+    "Some dtypes that are not floating-point are accepted. `dtype.is_floating_point` "
+    "knows all of them.",
+    refuse_sizes=refuse_int64,
+)
+
+
+def count_then_refuse(self, k, v):
+    self.stops[0] += k.shape[2]
+    Cache.refuse_shape(self, k, v)
+    self.stops[0] -= k.shape[2]
+
+
+cache_fault(
+    "counted_before_shapes_are_compared",
+    "A call that is refused has counted its positions all the same. Test first, then "
+    "change.",
+    refuse_shape=count_then_refuse,
+)
+
+
+def new_memory(self):
+    self.k, self.v = torch.zeros_like(self.k), torch.zeros_like(self.v)
+    Cache.reset(self)
+
+
+cache_fault(
+    "reset_takes_new_memory",
+    "`reset` takes memory anew. Setting the length back is all that is needed.",
+    reset=new_memory,
+)
+
+
+def with_spare(self, *args, **kwargs):
+    Cache.__init__(self, *args, **kwargs)
+    self.spare = torch.zeros_like(self.k)
+
+
+cache_fault(
+    "more_memory_than_needed",
+    "It takes more memory than max_len positions need.",
+    __init__=with_spare,
+)
+SHARED = {}
+
+
+def share_memory(self, *args, **kwargs):
+    Cache.__init__(self, *args, **kwargs)
+    kind = (self.sizes, self.k.dtype, self.k.device)
+    self.k, self.v = SHARED.setdefault(kind, (self.k, self.v))
+
+
+cache_fault(
+    "caches_share_memory",
+    "All caches of one size write into one memory. Take it in `__init__`, for each "
+    "object.",
+    __init__=share_memory,
 )
 cache_fault(
     "dtype_ignored",
@@ -741,6 +982,8 @@ def _(answer, t):
         ((1, 5), [2, 0, 4]),
         ((3, 8), [1, 5, 6, 0]),
         ((5, 5), [0]),
+        ((2, 6), [0, 0, 0]),
+        ((4, 4), [0, 0]),
     ):
         mask_agrees(t, answer, *sizes, torch.tensor(padding))
     mask_agrees(t, answer, 2, 5, padding=torch.tensor([2, 1]))
@@ -753,6 +996,19 @@ def _(answer, t):
 def _(answer, t):
     mask_agrees(t, answer, 5, 5, torch.tensor([3, 1]))
     mask_agrees(t, answer, 3, 4, torch.tensor([4, 0, 2]))
+
+
+@masking.requires(
+    "sizes of any kind, and padding in any dtype of whole numbers",
+    "Make the mask for the sizes that are asked for. A table of a fixed size ends.",
+)
+def _(answer, t):
+    for sizes in ((66, 66), (2, 300), (1, 5_000)):
+        mask_agrees(t, answer, *sizes)
+    mask_agrees(t, answer, 3, 300, torch.tensor([0, 140]))
+    for dtype in (torch.int32, torch.int8, torch.int16, torch.uint8):
+        mask_agrees(t, answer, 2, 6, torch.tensor([3, 0, 1], dtype=dtype))
+        mask_agrees(t, answer, 1, 300, torch.tensor([0, 90], dtype=dtype))
 
 
 @masking.requires("more queries than keys are a ValueError that names both numbers")
@@ -926,6 +1182,36 @@ for name, sentence, wrong in (
     masking.fault(name, sentence, wrong)
 
 
+def in_the_dtype_of_padding(i, j, t_q, t_k, pad):
+    return j.to(pad.dtype) >= pad
+
+
+for name, sentence, wrong in (
+    (
+        "columns_in_the_dtype_of_padding",
+        "The columns are numbered in the dtype of `padding`, which may end at 127. "
+        "`torch.arange` without a dtype counts on.",
+        mask_that(real=in_the_dtype_of_padding),
+    ),
+    (
+        "table_of_64",
+        "It is cut from a table of a fixed size.",
+        lambda t_q, t_k, padding=None: mask_that()(
+            *((min(t_q, 64), 64) if t_k > 64 else (t_q, t_k)), padding
+        ),
+    ),
+    (
+        "no_rows_without_padding",
+        "If nobody has padding, `(1, 1, t_q, t_k)` comes back. With `padding` it is "
+        "`(B, 1, t_q, t_k)`, zeros or not.",
+        lambda t_q, t_k, padding=None: mask_that()(
+            t_q, t_k, padding if padding is None or padding.any() else None
+        ),
+    ),
+):
+    masking.fault(name, sentence, wrong)
+
+
 @masking.fault(
     "on_the_cpu",
     "The columns are numbered on the CPU whatever device `padding` is on. Pass "
@@ -988,9 +1274,23 @@ def _(answer, t):
     t.equal(t.call(answer, LLAMA_7B, 4_096), 2**31, "Llama 2 7B, 4,096 positions")
 
 
+@counting.requires(
+    "large numbers are exact, more positions than max_len count too",
+    "Whole numbers in Python have no end. What turns them into others?",
+)
+def _(answer, t):
+    for c, n, batch in (
+        (LLAMA_7B, 4_097, 1),
+        (SMOLLM, 1_000_003, 7),
+        (LLAMA, 9_999, 3),
+    ):
+        for dtype in (torch.float16, torch.float32):
+            bytes_agree(t, answer, c, n, batch, dtype)
+
+
 @counting.requires("a dtype that is not floating-point is a ValueError that names it")
 def _(answer, t):
-    for dtype in (torch.int64, torch.bool):
+    for dtype in (torch.int64, torch.bool, torch.uint8, torch.int8):
         t.raises(
             ValueError,
             answer,
@@ -1099,6 +1399,24 @@ for name, sentence, formula in (
         ),
     ),
     (
+        "clipped_to_max_len",
+        "No more than `max_len` positions are counted. Asked for are `t`.",
+        lambda c, t, b, size: (
+            2 * c.n_layers * c.n_kv_heads * c.d_head * min(t, c.max_len) * b * size
+        ),
+    ),
+    (
+        "counted_in_float32",
+        "It is rounded: float32 holds whole numbers up to 2²⁴ exactly. Count in "
+        "Python's own.",
+        lambda c, t, b, size: int(
+            torch.tensor(
+                2.0 * c.n_layers * c.n_kv_heads * c.d_head * t * b * size,
+                dtype=torch.float32,
+            )
+        ),
+    ),
+    (
         "float",
         "It is a float. Bytes are counted in whole numbers: divide with `//`, or not "
         "at all.",
@@ -1108,6 +1426,29 @@ for name, sentence, formula in (
     ),
 ):
     counting.fault(name, sentence, bytes_by(formula))
+
+
+@counting.fault(
+    "refused_beyond_max_len",
+    "More positions than `max_len` are refused. It is asked what they would take.",
+)
+def _(config, t, batch=1, dtype=torch.float16):
+    if t > config.max_len:
+        raise ValueError(f"{t} > {config.max_len}")
+    return bytes_by(lambda c, t, b, size: weighed(c, t, b, dtype))(
+        config, t, batch, dtype
+    )
+
+
+@counting.fault(
+    "some_dtypes_unchecked",
+    "Some dtypes that are not floating-point are counted. `dtype.is_floating_point` "
+    "knows all of them.",
+)
+def _(config, t, batch=1, dtype=torch.float16):
+    if dtype in (torch.int64, torch.bool):
+        raise ValueError(f"{dtype}")
+    return weighed(config, t, batch, dtype)
 
 
 @counting.fault(
@@ -1181,6 +1522,8 @@ def rolls(t, answer, sizes, window=4, n_layers=1, **kind):
             chunks[layer].append(chunk(size, seed=10 * step + layer, **kind))
             when = f"window {window}, chunks {sizes[: step + 1]}, layer {layer}: "
             rolled(t, cache, layer, chunks[layer], window, when)
+            if layer < n_layers - 1:
+                length_is(t, cache, total, f"{when}not yet all layers")
         total += size
         length_is(t, cache, total, f"window {window}, after chunks {sizes[: step + 1]}")
     return cache
@@ -1230,6 +1573,16 @@ def _(answer, t):
     rolls(t, answer, (4, 1, 8, 1, 1))
 
 
+@rolling.requires(
+    "a chunk exactly as long as the window, behind others and first of all",
+    "All places are written anew. What does the next position find?",
+)
+def _(answer, t):
+    rolls(t, answer, (4, 1, 1, 4, 4, 1))
+    rolls(t, answer, (1, 3, 3, 1, 2, 3, 2), window=3)
+    rolls(t, answer, (2, 1, 1, 3), window=1)
+
+
 @rolling.requires("layers do not mix; length counts every position, forgotten ones too")
 def _(answer, t):
     rolls(t, answer, (2, 1, 3, 1, 6, 1), n_layers=3)
@@ -1247,70 +1600,94 @@ def _(answer, t):
         length_is(t, cache, 0, "after reset")
 
 
-def tensors_in(value, seen=None):
-    """Every tensor that an object holds, by the storage that it keeps alive."""
-    seen = {} if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(value, dict):
-        for each in value.values():
-            tensors_in(each, seen)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            tensors_in(each, seen)
-    return seen
-
-
 @rolling.requires(
     "memory stays that of `window` positions, however long the text",
     "Does something still hold what was forgotten? A slice keeps the whole tensor alive.",
 )
 def _(answer, t):
-    cache = new_rolling(answer, t, n_layers=2, window=8)
-    for step in range(12):
-        for layer in range(2):
-            t.call(cache.append, layer, *chunk(5, seed=step))
-    held = sum(tensors_in(vars(cache)).values())
-    allowed = 2 * 2 * 2 * 3 * 8 * 5 * 4 + 512
-    t.true(
-        held <= allowed,
-        f"After 60 positions it holds {held:,} bytes; a window of 8 takes "
-        f"{allowed - 512:,}.",
-    )
+    for size in (5, 1, 30):
+        cache = new_rolling(answer, t, 2, 8, dtype=torch.float64)
+        halfway = 0
+        for step in range(12):
+            for layer in range(2):
+                new = chunk(size, seed=step, dtype=torch.float64)
+                t.call(cache.append, layer, *new)
+            held = sum(tensors_in(vars(cache)).values())
+            halfway = held if step == 9 else halfway
+        t.trace.append(held > halfway)
+        needed = 2 * 2 * 2 * 3 * 8 * 5 * 8
+        t.true(
+            held <= needed + 512,
+            f"After {12 * size} positions, {size} at a time, it holds {held:,} bytes; a "
+            f"window of 8 takes {needed:,}.",
+        )
 
 
 @rolling.requires(
-    "a batch, head count, width or dtype that is not the cache's is a ValueError",
-    "The same test as in `KVCache`.",
+    "a batch, head count, width, dtype or device that is not the cache's is a "
+    "ValueError, and nothing is stored",
+    "The same test as in `KVCache`: before you write, for keys and for values.",
 )
 def _(answer, t):
+    def refused(held, new, names, because):
+        cache = new_rolling(answer, t, dtype=held[0].dtype)
+        rolled(t, cache, 0, [held])
+        t.raises(ValueError, cache.append, 0, *new, mentions=names, because=because)
+        length_is(t, cache, 3, f"after the refused call ({because})")
+        more = chunk(2, seed=7, dtype=held[0].dtype)
+        rolled(t, cache, 0, [held, more], when=f"after the refused call ({because}): ")
+
     for wrong, names in (
         (dict(batch=1), (1, 2)),
+        (dict(batch=7), (7, 2)),
         (dict(heads=1), (1, 3)),
+        (dict(heads=6), (6, 3)),
         (dict(d_head=1), (1, 5)),
+        (dict(d_head=4), (4, 5)),
+        (dict(d_head=8), (8, 5)),
     ):
         (what,) = wrong
+        for which, *new in misfits(2, **wrong):
+            because = f"{what} {names[0]} of {which} where the cache has {names[1]}"
+            refused(chunk(3), new, names, because)
+    uneven = (chunk(4)[0], chunk(1)[1])
+    refused(chunk(3), uneven, (), "4 keys with 1 value")
+    for dtype, other in (
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.float16),
+    ):
+        for which, *new in misfits(2, dtype, dtype=other):
+            names = (str(dtype)[6:], str(other)[6:])
+            because = f"{names[1]} {which} where the cache is {names[0]}"
+            refused(chunk(3, dtype=dtype), new, names, because)
+    for dtype in (torch.float64, torch.bfloat16):
+        rolls(t, answer, (3, 3, 1), dtype=dtype)
+        torch.set_default_dtype(dtype)
         cache = new_rolling(answer, t)
-        t.raises(
-            ValueError,
-            cache.append,
-            0,
-            *chunk(2, **wrong),
-            mentions=names,
-            because=f"{what} {names[0]} where the cache has {names[1]}",
-        )
-    cache = new_rolling(answer, t, dtype=torch.float16)
-    t.raises(
-        ValueError,
-        cache.append,
-        0,
-        *chunk(2),
-        mentions=("float16", "float32"),
-        because="float32 where the cache is float16",
-    )
-    rolls(t, answer, (3, 3, 1), dtype=torch.float64)
-    rolls(t, answer, (3, 3, 1), dtype=torch.bfloat16)
+        rolled(t, cache, 0, [chunk(3, dtype=dtype)])
+    torch.set_default_dtype(torch.float32)
+    k, v = (x.to("meta") for x in chunk(2))
+    cache = t.mutate(answer, 1, 2, 3, 4, 5, device="meta")
+    for _ in range(3):
+        found = t.mutate(cache.append, 0, k, v)
+        t.is_tuple(found, 2, "what `append` returns")
+    for which, *new in (
+        ("keys and values", k, v),
+        ("values", chunk(2)[0], v),
+        ("keys", k, chunk(2)[1]),
+    ):
+        because = f"{which} on the device `meta` where the cache is on `cpu`"
+        refused(chunk(3), new, ("meta", "cpu"), because)
+
+
+@rolling.requires(
+    "two caches know nothing of each other",
+    "What is assigned in the body of the class belongs to all its objects.",
+)
+def _(answer, t):
+    apart(answer, t, new_rolling, lambda cache, chunks: rolled(t, cache, 0, chunks))
 
 
 @rolling.requires(
@@ -1318,16 +1695,7 @@ def _(answer, t):
     "A window of 0 would look at nothing: refuse it in `__init__`, by its number.",
 )
 def _(answer, t):
-    for i in range(5):
-        sizes = [4, 2, 3, 9, 5]
-        sizes[i] = 0
-        t.raises(
-            ValueError,
-            answer,
-            *sizes,
-            mentions=(0,),
-            because=f"a size of 0 (argument {i + 1})",
-        )
+    small_sizes_refused(answer, t)
 
 
 def rolling_fault(name, sentence, **methods):
@@ -1487,6 +1855,105 @@ rolling_fault(
     refuse_shape=lambda self, k, v: None,
 )
 rolling_fault(
+    "values_unchecked",
+    "The shape of the keys is compared, that of the values is not.",
+    refuse_shape=lambda self, k, v: Cache.refuse_shape(self, k, k),
+)
+rolling_fault(
+    "keys_kind_alone",
+    "Dtype and device of the keys are compared, those of the values are not.",
+    refuse_kind=lambda self, k, v: Cache.refuse_kind(self, k, k),
+)
+rolling_fault(
+    "larger_dtypes_alone_refused",
+    "Only larger dtypes are refused; those of equal size, and smaller ones, do not fit "
+    "either.",
+    refuse_kind=refuse_larger,
+)
+rolling_fault(
+    "device_unchecked",
+    "The dtype is compared and the device is not.",
+    refuse_kind=refuse_dtype,
+)
+rolling_fault(
+    "device_ignored",
+    "The memory is on the CPU whatever `device` was asked for.",
+    __init__=lambda self, *sizes, dtype=None, device=None: Rolling.__init__(
+        self, *sizes, dtype
+    ),
+)
+rolling_fault(
+    "float32_by_default",
+    "Without a dtype it is float32. torch's default can be set to another one.",
+    __init__=lambda self, *sizes, dtype=None, device=None: Rolling.__init__(
+        self, *sizes, dtype or torch.float32, device
+    ),
+)
+rolling_fault(
+    "zero_alone_refused",
+    "Sizes of 0 are refused and negative ones are not.",
+    refuse_sizes=lambda self, dtype: Cache.refuse_sizes(
+        SimpleNamespace(sizes=[abs(size) for size in self.sizes]), dtype
+    ),
+)
+rolling_fault(
+    "counted_before_shapes_are_compared",
+    "A call that is refused has counted its positions all the same. Test first, then "
+    "change.",
+    refuse_shape=count_then_refuse,
+)
+rolling_fault(
+    "length_of_the_first_layer",
+    "`length` moves as soon as the first layer has written. Whoever reads it in the "
+    "middle of a pass gets positions one chunk too far.",
+    length=property(lambda self: self.stops[0]),
+)
+rolling_fault(
+    "one_too_many_kept",
+    "What comes back is right, and one position too many is kept.",
+    keep=lambda self, x: x[:, :, -self.window - 1 :],
+)
+
+
+class ExactlyFullForgotten(Rolling):
+    def append(self, layer, k, v):
+        old = self.kept[layer] or (k[:, :, :0], v[:, :, :0])
+        shown = super().append(layer, k, v)
+        if k.shape[2] == self.window > 1 and self.stops[layer] > self.window:
+            self.kept[layer] = list(old)
+        return shown
+
+
+spoiled(
+    rolling,
+    ExactlyFullForgotten,
+    "chunk_of_the_window_not_kept",
+    "A chunk exactly as long as the window is not kept.",
+)
+
+
+class OneMemory(Rolling):
+    shared = ()
+
+    def reset(self):
+        super().reset()
+        if self.sizes[0] == 1:
+            type(self).shared = self.kept
+
+    def append(self, layer, k, v):
+        if self.sizes[0] == 1:
+            self.kept = type(self).shared
+        return super().append(layer, k, v)
+
+
+spoiled(
+    rolling,
+    OneMemory,
+    "caches_share_memory",
+    "All caches of one size write into one memory. Take it in `__init__`, for each "
+    "object.",
+)
+rolling_fault(
     "kind_unchecked",
     "Dtypes are not compared.",
     refuse_kind=lambda self, k, v: None,
@@ -1644,6 +2111,10 @@ def in_chunks(t, answer, model, truth, ids, sizes, cache, padding=None):
             )
 
 
+# What bfloat16 may change in the logits, of the largest: positions change far more.
+FAR = 0.1
+
+
 def chunks_agree(t, answer, c, sizes, seed, batch=2, **kind):
     model, truth = decoder(c, seed)
     ids = probe_ids(batch, sum(sizes), below=c.vocab_size, seed=seed)
@@ -1751,6 +2222,53 @@ def _(answer, t):
 
 
 @forward_.requires(
+    "two texts in turn, each in its own cache",
+    "What a call has to know of the text so far is in the cache it is given.",
+)
+def _(answer, t):
+    for c in (LONG, LONG_GPT2):
+        model, truth = decoder(c, 1660)
+        ids = [probe_ids(2, 7, below=c.vocab_size, seed=33 + i) for i in range(2)]
+        sizes, caches, start = ((4, 1, 2), (2, 3, 2)), [room(c, 2), room(c, 2)], [0, 0]
+        for step in range(3):
+            for i, cache in enumerate(caches):
+                stop = start[i] + sizes[i][step]
+                actual = t.call(answer, model, ids[i][:, start[i] : stop], cache)
+                what = f"text {i + 1} of two, chunks {list(sizes[i][: step + 1])}: the "
+                right = truth(ids[i])[:, start[i] : stop]
+                t.close(actual, right, f"{what}logits of the last", like=right.float())
+                start[i] = stop
+
+
+@forward_.requires(
+    "positions are exact far into a text, in every dtype",
+    "Positions are whole numbers, as many as the model has. bfloat16 has 8 binary "
+    "digits: it counts to 256.",
+)
+def _(answer, t):
+    for fields in (ONE_BLOCK, replace(LONG_GPT2, n_layers=1)):
+        c = replace(fields, max_len=5_000, rope_base=9.0)
+        for dtype in (torch.float32, torch.bfloat16):
+            model, _ = decoder(c, 1670)
+            model = model.to(dtype)
+            held = {n: p.detach() for n, p in model.named_parameters()}
+            wide = doubled({n.removesuffix(".weight"): p for n, p in held.items()})
+            cache = Rolling(1, 2, 2, 8, c.d_head, dtype=dtype)
+            cache.stops = [4_100]
+            if c.style == "gpt2":
+                wide["positions.table"] = wide["positions.table"][4_100:]
+            ids = probe_ids(2, 8, below=c.vocab_size, seed=37)
+            expected = whole_decoder(ids, wide, c)
+            for start, stop in ((0, 5), (5, 6), (6, 8)):
+                actual = t.call(answer, model, ids[:, start:stop], cache)
+                what = f"{str(dtype)[6:]}, at position {4_100 + start}: the logits"
+                right, low = expected[:, start:stop], dtype == torch.bfloat16
+                tolerance = FAR * right.abs().max().item() if low else None
+                like = torch.empty(0, dtype=dtype)
+                t.close(actual, right, what, like=like, tolerance=tolerance)
+
+
+@forward_.requires(
     "padding on the left: each row gives what it would give alone",
     "Rows begin at different columns. Which position has a row's first real token, and "
     "which columns may nobody in this row see, in every step?",
@@ -1791,6 +2309,24 @@ def _(answer, t):
             cache,
             mentions=(17, 16),
             because="a 17th token where max_len is 16",
+        )
+        for sizes in ((16,), (9, 7)):
+            in_chunks(t, answer, model, truth, ids, sizes, room(c, 2))
+        cache = room(c, 2, max_len=30)
+        in_chunks(t, answer, model, truth, ids[:, :9], (9,), cache)
+        t.raises(
+            ValueError,
+            answer,
+            model,
+            ids[:, :8],
+            cache,
+            mentions=(17, 16),
+            because="9 tokens and 8 new ones where max_len is 16",
+        )
+        t.trace.append(tuple(cache.stops))
+        t.true(
+            cache.stops == [9] * c.n_layers,
+            "A call that is refused has stored tokens in the cache all the same.",
         )
         t.raises(
             ValueError,
@@ -1838,6 +2374,50 @@ def _(answer, t):
         )
 
 
+@forward_.requires(
+    "the model is left as it was, and so is torch",
+    "Neither `requires_grad`, nor `train()` and `eval()`, nor a setting for all of torch "
+    "is this function's to change.",
+)
+def _(answer, t):
+    model, _ = decoder(LONG, 2050)
+
+    def run():
+        t.call(answer, model, probe_ids(2, 3, below=23), room(LONG, 2))
+
+    left_alone(t, run, model)
+
+
+def left_alone(t, run, model):
+    """`run` changes neither the model nor torch's settings."""
+    for training in (True, False):
+        model.train(training)
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                run()
+                after = torch.is_grad_enabled()
+            t.true(
+                after == enabled,
+                f"Gradients were {'on' if enabled else 'off'} before the call and are "
+                f"{'on' if after else 'off'} after it, for everybody: use `with "
+                "torch.no_grad():` or the decorator.",
+            )
+            t.true(
+                all(p.requires_grad for p in model.parameters()),
+                "Parameters of the model have lost `requires_grad`: it cannot be trained "
+                "any more.",
+            )
+            t.true(
+                all(part.training == training for part in model.modules()),
+                f"The model came in with `training` {training} and is left with "
+                f"{not training}.",
+            )
+        t.true(
+            torch.get_default_dtype() == torch.float32,
+            "torch's default dtype is another one after the call.",
+        )
+
+
 @forward_.requires("it creates nothing on another device")
 def _(answer, t):
     for c in (LONG, LONG_GPT2):
@@ -1870,11 +2450,20 @@ def forward_with(knob=""):
         if knob == "starts_anew":
             cache.reset()
         start = cache.length
+        if knob == "positions_kept_outside":
+            start = run.at = 0 if start == 0 else run.at
+            run.at += t
+        if knob == "one_place_unused" and start + t == c.max_len and t > 1:
+            raise ValueError(f"{start + t} >= {c.max_len}")
+        if knob == "refused_after_storing" and start + t > c.max_len:
+            for layer in range(c.n_layers):
+                new = torch.zeros(len(ids), c.n_kv_heads, t, c.d_head)
+                cache.append(layer, new, new)
         if start + t > c.max_len and knob != "max_len_unchecked":
             raise ValueError(f"{start + t} > {c.max_len}")
         if knob == "padding_ignored":
             run.padding = padding = None
-        if start == 0:
+        if start == 0 or not hasattr(cache, "steps"):
             cache.steps, cache.first = 0, t
         cache.steps += 1
         at = torch.arange(t, device=ids.device)
@@ -1888,6 +2477,10 @@ def forward_with(knob=""):
             "one_position_for_the_chunk": start - at,
             "last_position_of_the_cache": getattr(cache, "max_len", t) - t,
         }.get(knob, start)
+        if knob == "positions_in_the_models_dtype":
+            positions = positions.to(model.embedding.weight.dtype).long()
+        if knob == "table_of_positions":
+            positions = positions.clamp(max=2_047)
         if padding is not None:
             pads = padding[:, None]
             if knob == "padding_of_the_first_row":
@@ -2003,6 +2596,14 @@ def forward_with(knob=""):
 
     def cached_forward(model, ids, cache, padding=None):
         run.padding = padding
+        if knob == "model_frozen":
+            model.requires_grad_(False)
+        if knob == "set_to_eval":
+            model.eval()
+        if knob == "set_to_train":
+            model.train()
+        if knob == "gradients_off_for_all":
+            torch.set_grad_enabled(False)
         with torch.set_grad_enabled(knob == "gradients_kept"):
             return run(model, ids, cache, padding)
 
@@ -2091,6 +2692,19 @@ FORWARD_FAULTS = {
     "learned positions does not have. What they get is all the same, if it exists.",
     "max_len_unchecked": "Texts longer than the model's `max_len` are accepted if the "
     "cache has room.",
+    "positions_kept_outside": "It counts positions itself, and takes two texts for one. "
+    "How far a text has come is `cache.length`.",
+    "positions_in_the_models_dtype": "Positions are rounded to the model's dtype; bfloat16 "
+    "counts to 256. Leave them whole numbers.",
+    "table_of_positions": "Positions end at a number of its own, before `max_len`.",
+    "one_place_unused": "A chunk that ends at exactly `max_len` is refused. It fits.",
+    "refused_after_storing": "A text that is too long is refused after its tokens have "
+    "been stored. Test first.",
+    "model_frozen": "`requires_grad` is switched off in the model itself.",
+    "set_to_eval": "The model is left in another mode: `eval()` is for the caller to say.",
+    "set_to_train": "The model is left in training mode, which is for the caller to say.",
+    "gradients_off_for_all": "Gradients are switched off for all of torch. Use "
+    "`torch.no_grad()` as a decorator, or with `with`.",
     "gradients_kept": "Gradients are recorded, and the cache holds every step's graph.",
 }
 for name, sentence in FORWARD_FAULTS.items():
@@ -2203,6 +2817,48 @@ def _(answer, t):
         )
 
 
+@generation.requires(
+    "without settings: temperature 1, no top_k, no top_p; given without names, they are "
+    "in the order of `sample`",
+    "Compare your first line with the contract, argument by argument.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3350)
+    many = PROMPTS[:1].expand(2_000, -1)
+    given = dict(temperature=1.0, top_k=None, top_p=None, padding=None)
+    both = [
+        t.mutate(answer, model, many, 1, generator=seeded(4), **settings)
+        for settings in ({}, given)
+    ]
+    t.equal(both[0], both[1], f"without settings, compared with {given}: the text")
+    expected = greedy(model, PROMPTS, 5)
+    for settings in (
+        (5.0, 1),
+        (5.0, None, 1e-6),
+        (5.0, 1, None, seeded(4)),
+    ):
+        actual = t.mutate(answer, model, PROMPTS, 5, *settings)
+        t.equal(actual, expected, f"settings without names, {len(settings)}: the text")
+
+
+@generation.requires(
+    "two calls without a generator draw anew, and two texts from one generator differ",
+    "Who seeds torch inside a function decides for everybody.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3360)
+    made = seeded(6)
+    for kind in ({}, dict(generator=made)):
+        runs = [
+            t.mutate(answer, model, PROMPTS, 12, temperature=3.0, **kind)
+            for _ in range(2)
+        ]
+        t.true(
+            not torch.equal(*runs),
+            "Two calls in a row drew the same text: something sets the seed in each.",
+        )
+
+
 @generation.requires("a generator alone decides what is drawn")
 def _(answer, t):
     model = Text(LONG, seed=3400)
@@ -2274,6 +2930,20 @@ def _(answer, t):
     t.call(answer, Text(LONG_GPT2, seed=3710).bfloat16(), PROMPTS, 3, temperature=0)
 
 
+@generation.requires(
+    "the model is left as it was, and so is torch; no gradients are recorded",
+    "`torch.no_grad()` as a decorator, or with `with`.",
+)
+def _(answer, t):
+    model = Text(LONG, seed=3750)
+
+    def run():
+        text = t.call(answer, model, PROMPTS, 2, temperature=0)
+        t.true(not text.requires_grad, "The text carries gradients.")
+
+    left_alone(t, run, model)
+
+
 @generation.requires("it creates nothing on another device")
 def _(answer, t):
     t.any_device(answer, Text(LONG, seed=3800), PROMPTS, 3, temperature=0)
@@ -2320,6 +2990,14 @@ def generator_that(wrong=""):
             n_tokens = max(0, min(n_tokens, c.max_len - t))
         if wrong == "temperature_not_passed":
             temperature = 1.0 if temperature else 0
+        if wrong == "seeds_each_call" and generator is None:
+            torch.manual_seed(0)
+        if wrong == "gradients_off_for_all":
+            torch.set_grad_enabled(False)
+        if wrong == "set_to_eval":
+            model.eval()
+        if wrong == "model_frozen":
+            model.requires_grad_(False)
         if wrong == "defaults_to_greedy" and temperature == 1.0 and generator is None:
             temperature = 0
         top_k = None if wrong == "top_k_not_passed" else top_k
@@ -2412,6 +3090,12 @@ GENERATE_FAULTS = {
     "one_row_for_all": "Every row gets the first row's token.",
     "defaults_to_greedy": "Without settings it takes the most likely token; the "
     "temperature is 1 unless given.",
+    "seeds_each_call": "The seed is set in each call, so all calls draw the same. Leave "
+    "the seed to the caller.",
+    "gradients_off_for_all": "Gradients are switched off for all of torch. Use "
+    "`torch.no_grad()` as a decorator, or with `with`.",
+    "set_to_eval": "The model is left in another mode: `eval()` is for the caller to say.",
+    "model_frozen": "`requires_grad` is switched off in the model itself.",
     "temperature_not_passed": "The temperature is not passed on to `sample`.",
     "top_k_not_passed": "`top_k` is not passed on to `sample`.",
     "top_p_not_passed": "`top_p` is not passed on to `sample`.",
@@ -2434,6 +3118,42 @@ GENERATE_FAULTS = {
 }
 for name, sentence in GENERATE_FAULTS.items():
     generation.fault(name, sentence, generator_that(name))
+
+
+@generation.fault(
+    "top_p_by_default",
+    "`top_p` is not None unless given: the least likely tokens are cut without a word.",
+)
+def _(
+    model,
+    ids,
+    n_tokens,
+    temperature=1.0,
+    top_k=None,
+    top_p=0.95,
+    generator=None,
+    padding=None,
+):
+    settings = (temperature, top_k, top_p, generator, padding)
+    return generator_that()(model, ids, n_tokens, *settings)
+
+
+@generation.fault(
+    "order_of_arguments",
+    "The arguments stand in another order than in the contract.",
+)
+def _(
+    model,
+    ids,
+    n_tokens,
+    temperature=1.0,
+    top_p=None,
+    top_k=None,
+    generator=None,
+    padding=None,
+):
+    settings = (temperature, top_k, top_p, generator, padding)
+    return generator_that()(model, ids, n_tokens, *settings)
 
 
 # The parts of lessons 03, 04 and 08 with a cache --------------------------------------
