@@ -1347,6 +1347,11 @@ def test_other_wrong_kernels_fail():
         good(q, k, v, causal, block_q, block_k)  # launched, and not used
         return blockwise()(q, k, v, causal, 64, 64)
 
+    def ready_made(q, k, v, causal=False, block_q=None, block_k=None):
+        refused(q, k, v, causal, block_q, block_k)
+        out, lse = good(q, k, v, causal, block_q, block_k)
+        return out if causal else F.scaled_dot_product_attention(q, k, v), lse
+
     def square(q, k, v, causal=False, block_q=None, block_k=None):
         refused(q, k, v, causal, block_q, block_k)
         return good(q, k, v, causal and q.shape[2] == k.shape[2], block_q, block_k)
@@ -1362,7 +1367,7 @@ def test_other_wrong_kernels_fail():
         out, lse = good(q, k, v, causal, block_q, block_k)
         return out, lse.transpose(1, 2)
 
-    for wrong in (by_pytorch, square, first_head, trusting, transposed_lse):
+    for wrong in (by_pytorch, ready_made, square, first_head, trusting, transposed_lse):
         fails(wrong, "flash_kernel")
 
 
