@@ -2185,6 +2185,22 @@ def _(answer, t):
 
 
 @kernel.requires(
+    "the products are computed in the kernel",
+    "PyTorch allocates the results and launches; scores and outputs come from `tl.dot`.",
+)
+def _(answer, t):
+    where = mode()
+    q, k, v = (x.to(where) for x in heads(1, 1, t_q=16, t_k=16, d_head=16, seed=70))
+    with Cost() as cost:  # it counts ready-made attention on the CPU too
+        t.call(answer, q, k, v, False, 16, 16)
+    t.true(
+        cost.flops == 0,
+        f"PyTorch did {cost.flops:,} floating-point operations in matrix "
+        "products on the way.",
+    )
+
+
+@kernel.requires(
     "causal: blocks that nobody sees are not computed",
     "Where does the last query of the block stand? No key after it is needed: end the "
     "loop there.",
@@ -2212,22 +2228,6 @@ def _(answer, t):
     t.close(output, whole_attention(*first, True), what, like=q)
     what = f"the log-sum-exp of the first {rows} queries"
     sums(t, lse, whole_lse(*first[:2], True), what, q)
-
-
-@kernel.requires(
-    "the products are computed in the kernel",
-    "PyTorch allocates the results and launches; scores and outputs come from `tl.dot`.",
-)
-def _(answer, t):
-    where = mode()
-    q, k, v = (x.to(where) for x in heads(1, 1, t_q=16, t_k=16, d_head=16, seed=70))
-    with Cost() as cost:  # it counts ready-made attention on the CPU too
-        t.call(answer, q, k, v, False, 16, 16)
-    t.true(
-        cost.flops == 0,
-        f"PyTorch did {cost.flops:,} floating-point operations in matrix "
-        "products on the way.",
-    )
 
 
 @kernel.requires(
