@@ -779,8 +779,9 @@ if triton is not None:
         D: tl.constexpr,
         BQ: tl.constexpr,
         BK: tl.constexpr,
+        MORE: tl.constexpr,
     ):
-        """Contiguous heads, exp, one loop with masks."""
+        """Contiguous heads, exp, one loop with masks; reads MORE keys than it needs."""
         head = tl.program_id(1)
         i = tl.program_id(0) * BQ + tl.arange(0, BQ)
         c = tl.arange(0, D)
@@ -792,7 +793,7 @@ if triton is not None:
         acc = tl.full((BQ, D), 0, dtype=tl.float32)
         stop = M
         if CAUSAL:
-            stop = tl.minimum(M, M - N + (tl.program_id(0) + 1) * BQ)
+            stop = tl.minimum(M, M - N + (tl.program_id(0) + 1) * BQ + MORE)
         for left in range(0, stop, BK):
             j = left + tl.arange(0, BK)
             at = (head * M + j)[:, None] * D + c
@@ -820,14 +821,14 @@ def refused(q, k, v, causal, *blocks):
         raise ValueError(f"{q.dtype} cannot be computed here")
 
 
-def by_one_loop(q, k, v, causal=False, block_q=None, block_k=None):
+def by_one_loop(q, k, v, causal=False, block_q=None, block_k=None, more=0):
     refused(q, k, v, causal, block_q, block_k)
     block_q, block_k = block_q or 16, block_k or 16
     q, k, v = (x.contiguous() for x in (q, k, v))
     (b, h, n, d), m = q.shape, k.shape[2]
     out, lse = torch.empty_like(q), q.new_empty(b, h, n, dtype=torch.float32)
     one_loop[(triton.cdiv(n, block_q), b * h)](
-        *(q, k, v, out, lse, h, n, m, d**-0.5, causal, d, block_q, block_k)
+        *(q, k, v, out, lse, h, n, m, d**-0.5, causal, d, block_q, block_k, more)
     )
     return out, lse
 
@@ -853,7 +854,10 @@ def defined_inside(q, k, v, causal=False, block_q=None, block_k=None):
         )
         best = tl.zeros([16], tl.float32) - float("inf")
         total, acc = tl.zeros([16], tl.float32), tl.zeros([16, D], tl.float32)
-        for left in range(0, m, 16):
+        end = m
+        if C:
+            end = tl.minimum(m, m - n + (i + 1) * 16)
+        for left in range(0, end, 16):
             there = left + j < m
             at = (head * m + left + j)[:, None] * D + c
             k = tl.load(k_ptr + at, there[:, None], 0.0)
@@ -1343,6 +1347,11 @@ def test_other_wrong_kernels_fail():
         good(q, k, v, causal, block_q, block_k)  # launched, and not used
         return blockwise()(q, k, v, causal, 64, 64)
 
+    def ready_made(q, k, v, causal=False, block_q=None, block_k=None):
+        refused(q, k, v, causal, block_q, block_k)
+        out, lse = good(q, k, v, causal, block_q, block_k)
+        return out if causal else F.scaled_dot_product_attention(q, k, v), lse
+
     def square(q, k, v, causal=False, block_q=None, block_k=None):
         refused(q, k, v, causal, block_q, block_k)
         return good(q, k, v, causal and q.shape[2] == k.shape[2], block_q, block_k)
@@ -1358,8 +1367,20 @@ def test_other_wrong_kernels_fail():
         out, lse = good(q, k, v, causal, block_q, block_k)
         return out, lse.transpose(1, 2)
 
-    for wrong in (by_pytorch, square, first_head, trusting, transposed_lse):
+    for wrong in (by_pytorch, ready_made, square, first_head, trusting, transposed_lse):
         fails(wrong, "flash_kernel")
+
+
+@needs_triton
+@pytest.mark.parametrize("square", [False, True])
+def test_a_kernel_that_computes_hidden_blocks_is_noticed(square):
+    def flash_kernel(q, k, v, causal=False, block_q=None, block_k=None):
+        more = (block_k or 16) if not square else q.shape[2] != k.shape[2] and 10_000
+        return by_one_loop(q, k, v, causal, block_q, block_k, int(more))
+
+    report = evaluate(flash_kernel)
+    assert report.status == "failed" and "nobody sees" in report.message
+    assert "64 of these" in report.message or report.fault == "hidden_blocks_computed"
 
 
 @needs_triton

@@ -9,7 +9,6 @@ from functools import partial, wraps
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import FlopCounterMode
 
 from utils.cost import Cost, peak_bytes, saved_bytes
 from utils.exercise import Exercise, Joint
@@ -2192,13 +2191,43 @@ def _(answer, t):
 def _(answer, t):
     where = mode()
     q, k, v = (x.to(where) for x in heads(1, 1, t_q=16, t_k=16, d_head=16, seed=70))
-    with FlopCounterMode(display=False) as flops:
+    with Cost() as cost:  # it counts ready-made attention on the CPU too
         t.call(answer, q, k, v, False, 16, 16)
     t.true(
-        flops.get_total_flops() == 0,
-        f"PyTorch did {flops.get_total_flops():,} floating-point operations in matrix "
+        cost.flops == 0,
+        f"PyTorch did {cost.flops:,} floating-point operations in matrix "
         "products on the way.",
     )
+
+
+@kernel.requires(
+    "causal: blocks that nobody sees are not computed",
+    "Where does the last query of the block stand? No key after it is needed: end the "
+    "loop there.",
+)
+def _(answer, t):
+    where, rows, keys = mode(), 128, 192  # the first 128 queries see 192 keys
+    q, k, v = heads(1, 1, t_q=192, t_k=256, d_head=16, seed=90)
+    first = [q[:, :, :rows], k[:, :, :keys], v[:, :, :keys]]
+    first = [x.double() for x in first]
+    v[:, :, keys:] = torch.nan  # the weight 0 does not hide it: 0 · NaN is NaN
+    q, k, v = (x.to(where) for x in (q, k, v))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = t.call(plainly(answer), q, k, v, True, 64, 64)
+    t.is_tuple(found, 2, "the result (output and log-sum-exp)")
+    output, lse = found[0][:, :, :rows], found[1][:, :, :rows]
+    touched = output.isnan().any(-1).sum().item()
+    t.true(
+        touched == 0,
+        f"The values from position {keys} on were NaN, whole blocks that the first "
+        f"{rows} queries do not see; {touched} of these queries have NaN in their "
+        "output.",
+    )
+    what = f"the output of the first {rows} queries"
+    t.close(output, whole_attention(*first, True), what, like=q)
+    what = f"the log-sum-exp of the first {rows} queries"
+    sums(t, lse, whole_lse(*first[:2], True), what, q)
 
 
 @kernel.requires(
@@ -2272,6 +2301,12 @@ if triton is not None:
         end = t_k
         if FAULT == "last keys dropped":
             end = t_k // K * K
+        if CAUSAL and (
+            FAULT != "hidden blocks"
+            and FAULT != "causal ignored"
+            and FAULT != "within the block"
+        ):
+            end = tl.minimum(end, t_k - t_q + top + Q)
         for left in range(0, end, K):
             there = left + keys < t_k
             k = tl.load(
@@ -2426,6 +2461,12 @@ for name, sentence, fault in (
         "own_position_hidden",
         "No query sees its own position.",
         "own position hidden",
+    ),
+    (
+        "hidden_blocks_computed",
+        "Under a causal mask every block is computed, also those that no query of the "
+        "block sees. End the loop after the last query's position.",
+        "hidden blocks",
     ),
     (
         "positions_within_the_block",
