@@ -1,5 +1,6 @@
 """Lesson 11: online softmax, attention in blocks, its gradient, traffic, a kernel."""
 
+import gc
 import math
 import os
 import warnings
@@ -1389,6 +1390,28 @@ def _(answer, t):
 
 
 @function.requires(
+    "what it keeps is freed with the output",
+    "A tensor that is set on `ctx` is freed by Python's garbage collector, some day. "
+    "What goes through `save_for_backward` is freed at once.",
+)
+def _(answer, t):
+    leaves = [x.requires_grad_() for x in heads(t_q=6, t_k=6, d_head=4, seed=63)]
+    t.call(answer.apply, *leaves)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        output = answer.apply(*leaves)
+        alive = weakref.ref(output)
+        del output
+        kept = alive() is not None
+    finally:
+        if collecting:
+            gc.enable()
+    t.trace.append(kept)
+    t.true(not kept, "After `del output` the output is still in memory.")
+
+
+@function.requires(
     "backward holds no more than a few blocks, either",
     "Which of its tensors has both lengths in its shape?",
 )
@@ -1492,6 +1515,8 @@ def gradient_with(**change):
             shared["settings"] = ctx.settings
         if "keep" in change:
             ctx.kept = change["keep"](q, k)
+        if "ring" in change:
+            ctx.output = output
         return get("finish", lambda out, lse: out)(output, lse)
 
     def backward(ctx, d_output, *more):
@@ -1576,6 +1601,12 @@ def by_autograd(ctx_keeps):
 
 
 for name, sentence, change in (
+    (
+        "output_on_ctx",
+        "The output is set on `ctx`. It knows its `ctx`, so the two hold each other, and "
+        "are not freed when nobody else needs them.",
+        {"ring": True},
+    ),
     (
         "errors_lost",
         "What `flash_attention` refuses with a sentence is computed here, or fails with "

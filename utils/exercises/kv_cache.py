@@ -310,7 +310,7 @@ def _(answer, t):
 
 
 @cache_.requires(
-    "a layer that the cache does not have is a ValueError that names both numbers",
+    "a layer that the cache does not have is a ValueError that names it",
     "A negative index counts from the end, and so hits another layer.",
 )
 def _(answer, t):
@@ -321,7 +321,7 @@ def _(answer, t):
             cache.append,
             layer,
             *chunk(2),
-            mentions=(layer, 3),
+            mentions=(layer,),
             because=f"layer {layer} of a cache of 3",
         )
     length_is(t, cache, 0, "after the refused calls")
@@ -1605,8 +1605,8 @@ def _(answer, t):
     "Does something still hold what was forgotten? A slice keeps the whole tensor alive.",
 )
 def _(answer, t):
-    for size in (5, 1, 30):
-        cache = new_rolling(answer, t, 2, 8, dtype=torch.float64)
+    for size, window in ((5, 8), (1, 8), (30, 8), (1, 1)):
+        cache = new_rolling(answer, t, 2, window, dtype=torch.float64)
         halfway = 0
         for step in range(12):
             for layer in range(2):
@@ -1615,11 +1615,11 @@ def _(answer, t):
             held = sum(tensors_in(vars(cache)).values())
             halfway = held if step == 9 else halfway
         t.trace.append(held > halfway)
-        needed = 2 * 2 * 2 * 3 * 8 * 5 * 8
+        needed = 2 * 2 * 2 * 3 * window * 5 * 8
         t.true(
             held <= needed + 512,
             f"After {12 * size} positions, {size} at a time, it holds {held:,} bytes; a "
-            f"window of 8 takes {needed:,}.",
+            f"window of {window} takes {needed:,}.",
         )
 
 
@@ -1747,7 +1747,8 @@ rolling_fault(
 )
 rolling_fault(
     "shown_window_kept_all",
-    "Only the window comes back, and everything is kept: memory grows with the text.",
+    "Only the window comes back, but more is kept alive: a slice without `.clone()` "
+    "keeps all that it was cut from.",
     keep=lambda self, x: x,
 )
 rolling_fault(
@@ -2183,7 +2184,8 @@ def windowed(ids, p, c, window):
 
 @forward_.requires(
     "the keys are those that append returned, also where a cache forgets old ones",
-    "`cache.length` counts what has passed; how many keys there are, their shape tells.",
+    "Keys go in rotated, and come back to be used as they are. `cache.length` counts "
+    "what has passed; how many keys there are, their shape tells.",
 )
 def _(answer, t):
     model, _ = decoder(LONG, 1450)
