@@ -153,7 +153,7 @@ def _(answer, t):
 
 @sinks.requires(
     "no query looks ahead, at a sink neither",
-    "With four sinks, what may query 0 see?",
+    "With four sinks, what may query 0 see? There may be more sinks than positions.",
 )
 def _(answer, t):
     same_masks(answer, t, slow_sinks, ((5, 5), (3, 3)), (1, 4), (2, 3), (2, 9))
@@ -723,7 +723,8 @@ def _(answer, t):
 @chunked.requires(
     "the window may be longer than a block, or than the text, and a block too",
     "Beyond the start of the text there are no keys: a slice that begins at a negative "
-    "number counts from the end.",
+    "number counts from the end. At the end of the text a block can be shorter, and so "
+    "is its mask.",
 )
 def _(answer, t):
     x = heads(t_q=9, t_k=9, seed=3)
@@ -1032,8 +1033,8 @@ chunked.fault(
 @chunked.fault(
     "quadratic_work",
     "The result is right, but the work is that of full attention: scores, or cells of a "
-    "mask, are made for all T_q × T_k pairs, or for all keys before a block, and most of "
-    "them thrown away.",
+    "mask, are made for all T_q × T_k pairs, for all keys before a block, or for blocks "
+    "that are not `block` long, and most of them thrown away.",
 )
 def _(q, k, v, window, block):
     t_q, t_k = q.shape[-2], k.shape[-2]
@@ -1264,7 +1265,8 @@ def in_thousands():
 @linear.requires(
     "without a mask, the values are averaged with weights in proportion to φ(q)·φ(k)",
     "For one query, write the sum of φ(q)·φ(k_j)·v_j over j. What can be taken out of "
-    "the sum? Which other sum must it be divided by?",
+    "the sum? Which other sum must it be divided by, and does that one have a last "
+    "dimension to divide along?",
 )
 def _(answer, t):
     t.agrees(answer, slow_linear, *heads(t_q=4, t_k=5), False)
@@ -1274,8 +1276,8 @@ def _(answer, t):
 
 @linear.requires(
     "causal, no query sees a later key, in neither of the two sums",
-    "The sums up to each position are running totals. Which function of torch keeps "
-    "running totals?",
+    "The sums up to each position, its own included, are running totals. Which function "
+    "of torch keeps running totals?",
 )
 def _(answer, t):
     t.agrees(answer, slow_linear, *heads(t_q=5, t_k=5, seed=5), True)
@@ -1660,7 +1662,8 @@ def _(answer, t):
 
 @step.requires(
     "batches and heads in front are each treated by themselves",
-    "Count dimensions from the end; `torch.outer` and `torch.dot` know vectors alone.",
+    "Count dimensions from the end; `torch.outer` and `torch.dot` know vectors alone. A "
+    "divisor without its last dimension of 1 divides along another one.",
 )
 def _(answer, t):
     compare_steps(answer, t, *heads(2, t_q=3, t_k=3, seed=6))
