@@ -38,18 +38,30 @@ def agrees(layer, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(10,), (1, 10), (1, 1, 10), (3, 10), (2, 1, 10)])
+@pytest.mark.parametrize(
+    "shape", [(10,), (1, 10), (1, 1, 10), (3, 10), (2, 1, 10), (2, 2, 10), (0, 10)]
+)
 def test_results_are_those_of_linear(shape, bias):
     layer = made(bias=bias)
     x = torch.randn(shape)
     assert layer(x).shape == (*shape[:-1], 48)
     torch.testing.assert_close(layer(x), plain(layer, x))
-    assert (layer._packed is not None) == (x.numel() == 10)
+    assert (layer._packed is not None) == (0 < x.numel() <= 3 * 10)
 
 
 def test_rows_of_another_layout_are_read_right():
     layer, x = made(), torch.randn(10, 3).T[1:2]
     torch.testing.assert_close(layer(x), plain(layer, x))
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(1, 7), torch.ones(1, 10).double()])
+def test_what_does_not_fit_is_refused_as_by_linear(wrong):
+    layer = made()
+    with pytest.raises(RuntimeError) as refused:
+        layer(wrong)
+    with pytest.raises(RuntimeError) as expected:
+        plain(layer, wrong)
+    assert str(refused.value) == str(expected.value)
 
 
 def test_blocks_of_24_only():

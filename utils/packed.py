@@ -1,4 +1,4 @@
-"""A linear layer that is as fast as memory where its input is a single row."""
+"""A linear layer that is as fast as memory where its input has one row, or few."""
 
 import time
 from functools import cache
@@ -7,19 +7,20 @@ import torch
 from torch import nn
 
 WIDTH = 24  # outputs in a block
+MOST_ROWS = 3  # from four on, PyTorch's product for many rows is as fast
 
 
 class PackedLinear(nn.Linear):
-    """`nn.Linear` with a second copy of its weights, for inputs of one row.
+    """`nn.Linear` with a second copy of its weights, for inputs of few rows.
 
     One row times a matrix uses each weight once, so nothing should limit it but reading
-    them. How near a library comes depends on their order in memory. One core of an
-    AMD EPYC, PyTorch 2.13, 1,536 outputs of 576 inputs: 11 GB/s by rows, as `nn.Linear`
-    has them; 18 by columns; 27 in blocks of 24 outputs, which is what adding all weights
-    up takes. Two cores: 11, 18 and 40 (a product of one row runs on one core, blocks are
+    them. How near a library comes depends on their order in memory. One core of an AMD
+    EPYC, PyTorch 2.13, 1,536 outputs of 576 inputs: 11 GB/s by rows, as `nn.Linear` has
+    them; 18 by columns; 27 in blocks of 24 outputs, which is what adding all weights up
+    takes. Two cores: 11, 18 and 40 (a product of one row runs on one core, blocks are
     shared out). Inference libraries call it packing.
 
-    The copy is made when the first single row comes, and again when the weights have
+    The copy is made when the first such input comes, and again when the weights have
     changed. What is changed through `weight.data` is not seen.
     """
 
@@ -27,17 +28,22 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in_features) → (..., out_features)."""
-        one_row = x.numel() == self.in_features and self.out_features % WIDTH == 0
-        learns = torch.is_grad_enabled() and self.weight.requires_grad
-        if not one_row or learns or not self._pays():
+        if not self._is_for_blocks(x):
             return super().forward(x)
         blocks = self._blocks()
-        row = x.reshape(1, 1, -1).expand(len(blocks), 1, -1)
-        y = torch.bmm(row, blocks).reshape(*x.shape[:-1], self.out_features)
+        rows = x.reshape(1, -1, self.in_features).expand(len(blocks), -1, -1)
+        y = torch.bmm(rows, blocks).transpose(0, 1)  # row, block, output in the block
+        y = y.reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
-    def _pays(self):
+    def _is_for_blocks(self, x):
         w = self.weight
+        if (x.shape[-1], x.dtype, x.device) != (self.in_features, w.dtype, w.device):
+            return False  # `nn.Linear` says what is wrong
+        if not 0 < x.numel() <= MOST_ROWS * self.in_features or len(w) % WIDTH:
+            return False
+        if torch.is_grad_enabled() and w.requires_grad:
+            return False
         if w.device.type != "cpu" or w.is_inference():  # the latter counts no changes
             return False
         return packing_pays(w.dtype, torch.get_num_threads())
