@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from utils.errors import CheckFailed, CourseError
 from utils.exercise import Exercise, Joint
 from utils.limits import TimeUp, time_limit
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Trial, Unmet, alike, fresh
+from utils.trial import LeftEarly, Trial, Unmet, alike, fresh
 
 
 def softmax(scores, dim=-1):
@@ -422,7 +423,64 @@ class TestCommandLine:
         assert self.run(tmp_path / "none.py").returncode == 2
 
 
+class TestNamingAMistake:
+    """Doubling three numbers, wrong from one of them on."""
+
+    CALLS: ClassVar[list] = []
+
+    def wrong_from(self, first, value):
+        def double(x):
+            self.CALLS.append((value, x))
+            return value if x >= first else 2 * x
+
+        return double
+
+    @pytest.fixture
+    def doubling(self):
+        exercise = Exercise("double", lesson="nowhere")
+
+        @exercise.requires("twice the number")
+        def _(answer, t):
+            found = [t.call(answer, x) for x in (1, 2, 3)]
+            t.equal(found, [2, 4, 6])
+
+        for name, wrong in self.FAULTS.items():
+            exercise.fault(name, name, self.wrong_from(*wrong))
+        self.CALLS.clear()
+        yield
+        del Exercise.registry["double"]
+
+    FAULTS: ClassVar[dict] = {"soon": (1, 7), "late": (3, 8), "late too": (3, 9)}
+
+    def name(self, *wrong):
+        return evaluate(self.wrong_from(*wrong), "double").fault
+
+    def test_a_known_mistake_is_left_where_it_differs(self, doubling):
+        assert self.name(3, 9) == "late too"
+        assert (7, 1) in self.CALLS and (7, 2) not in self.CALLS
+        assert (8, 3) in self.CALLS
+
+    def test_what_was_left_early_is_still_found_later(self, doubling):
+        assert [self.name(*w) for w in ((3, 9), (1, 7), (3, 8), (1, 7))] == [
+            *("late too", "soon", "late", "soon")
+        ]
+        n_calls = len(self.CALLS)
+        assert self.name(1, 7) == "soon"
+        assert len(self.CALLS) == n_calls + 3, "what was run is kept"
+
+
 class TestTrial:
+    def test_calls_aside_leave_no_trace(self):
+        trial = Trial(enough=lambda trace: len(trace) > 1)
+        trial.call(abs, -1)
+        with trial.aside():
+            for _ in range(3):
+                trial.call(abs, -2)
+        trial.call(abs, -3)
+        assert trial.trace == [1, 3]
+        with pytest.raises(LeftEarly):
+            trial.call(abs, -4)
+
     def test_copies_keep_their_strides(self):
         for x in (strided(probe(3, 5)), probe(3, 5).T, probe(1, 5).expand(4, 5)):
             copy = fresh(x)

@@ -27,6 +27,7 @@ from utils.report import MARKS, box, show
 from utils.trial import (
     Crashed,
     Explained,
+    LeftEarly,
     LeftOut,
     NotWritten,
     Trial,
@@ -212,14 +213,14 @@ def _run(task, candidate) -> Report:
     return Report(task.name, "passed", None, f"{task.name}: right", lines, verified)
 
 
-def _attempt(requirement, answer, seconds, reference_errors=(), seed=0):
+def _attempt(requirement, answer, seconds, reference_errors=(), seed=0, enough=None):
     """Try one requirement: the trial, and what went wrong or None."""
-    trial = Trial(list(reference_errors))
+    trial = Trial(list(reference_errors), enough=enough)
     problem = None
     try:
         with _settled(seed), time_limit(seconds):
             requirement.test(answer, trial)
-    except (Unmet, Crashed, LeftOut, NotWritten, TimeUp) as caught:
+    except (Unmet, Crashed, LeftOut, LeftEarly, NotWritten, TimeUp) as caught:
         problem = caught
     except Exception as caught:  # while the check reads what the answer returned
         problem = Crashed(caught, trial.called)
@@ -319,24 +320,42 @@ RANDOM = Fault(
 
 def _matches(task, fault, requirement, trial, must_fail) -> bool:
     """Does the fault's code give the same results as those in `trial`?"""
-    theirs, problem = _fault_trial(task, fault, requirement)
+    truth = _reference_trial(task, requirement).trace
+    truth = [*truth, *[None] * len(trial.trace)]
+
+    def differs(trace):
+        return not all(map(alike, trial.trace, trace, truth))
+
+    theirs, problem = _fault_trial(task, fault, requirement, differs)
     if must_fail and problem is None:
         return False
     if len(theirs.trace) < len(trial.trace) or not trial.trace:
         return False
-    truth = _reference_trial(task, requirement).trace
-    truth = [*truth, *[None] * len(trial.trace)]
-    return all(map(alike, trial.trace, theirs.trace, truth))
+    return not differs(theirs.trace)
 
 
-@cache
-def _fault_trial(task, fault, requirement):
-    """The fault's code under a requirement: the trial, and what went wrong or None."""
+_fault_trials = {}
+
+
+def _fault_trial(task, fault, requirement, differs=None):
+    """The fault's code under a requirement: the trial, and what went wrong or None.
+
+    The trial may end early where its trace differs. What was run is kept.
+    """
+    key = task, fault, requirement
+    if key in _fault_trials:
+        trial, problem = _fault_trials[key]
+        ended = not isinstance(problem, LeftEarly)
+        if ended or (differs is not None and differs(trial.trace)):
+            return trial, problem
     answer = fault.implementation
     if isinstance(task, Joint):
         answer = {**(task.reference or {}), **answer}
     errors = _reference_trial(task, requirement).errors
-    return _attempt(requirement, answer, task.seconds, errors)
+    seconds = task.seconds
+    found = _attempt(requirement, answer, seconds, errors, enough=differs)
+    _fault_trials[key] = found
+    return found
 
 
 @contextmanager

@@ -3,12 +3,15 @@
 import copy
 import inspect
 import io
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from utils.elsewhere import Elsewhere, OnTheCPU
 from utils.limits import TimeUp
 from utils.probe import probe, probe_ids
 
@@ -37,6 +40,10 @@ class Explained(Unmet):
 
 class LeftOut(Exception):
     """This machine cannot run the exercise; the message says so, and what to do."""
+
+
+class LeftEarly(BaseException):
+    """What follows was no longer of interest; `except Exception` lets it through."""
 
 
 class NotWritten(Exception):
@@ -76,6 +83,8 @@ class Trial:
     errors: list = field(default_factory=list)
     printed: io.StringIO = field(default_factory=io.StringIO)
     called: str = ""
+    # Asked about the trace before each call: is the rest of no interest?
+    enough: Callable[[list], bool] | None = None
 
     # Calling ---------------------------------------------------------------
 
@@ -103,11 +112,13 @@ class Trial:
         return self._run(f, args, kwargs)
 
     def _run(self, f, args, kwargs):
+        if self.enough is not None and self.enough(self.trace):
+            raise LeftEarly
         self.called = describe_call(f, args, kwargs)
         try:
             with redirect_stdout(self.printed), redirect_stderr(self.printed):
                 result = f(*args, **kwargs)
-        except (TimeUp, KeyboardInterrupt, Unmet):
+        except (TimeUp, LeftEarly, KeyboardInterrupt, Unmet):
             raise
         except BaseException as error:
             if isinstance(error, NotImplementedError) and not error.args:
@@ -116,6 +127,16 @@ class Trial:
             raise Crashed(error, self.called) from error
         self.trace.append(snapshot(result))
         return result
+
+    @contextmanager
+    def aside(self):
+        """Calls inside leave no trace, and tell no mistake from another."""
+        kept, enough = list(self.trace), self.enough
+        self.enough = None
+        try:
+            yield
+        finally:
+            self.trace[:], self.enough = kept, enough
 
     # Requirements of values ------------------------------------------------
 
@@ -322,15 +343,20 @@ class Trial:
     def any_device(self, f, *args, **kwargs):
         """Everything that `f` creates lies on its inputs' device.
 
-        Runs `f` on the `meta` device, which computes shapes alone and refuses to
-        mix devices, so that a mistake shows without a GPU. An answer that reads
-        values on the way cannot run there and is let through.
+        Runs `f` twice. First on the `meta` device, which computes shapes alone and
+        refuses to mix devices; an answer that reads values on the way cannot run there.
+        Then here, with account kept of what would lie on the CPU (`Elsewhere`), which
+        finds copies to the CPU too. A mistake shows without a GPU.
         """
+        with self.aside():
+            self._on_meta(f, args, kwargs)
+            self._elsewhere(f, args, kwargs)
+
+    def _on_meta(self, f, args, kwargs):
         try:
             f = to_meta(f) if isinstance(f, nn.Module) else f
             result = self._run(f, to_meta(args), to_meta(kwargs))
         except Crashed as crash:
-            self.trace.pop()
             text = str(crash.error)
             if "device" in text and "meta" in text and "cpu" in text:
                 raise Explained(
@@ -343,12 +369,32 @@ class Trial:
             if stub.error.__traceback__.tb_next is None:
                 raise
             return
-        self.trace.pop()
         if isinstance(result, torch.Tensor) and result.device.type != "meta":
             raise Explained(
                 f"Its result is on {result.device} where the inputs are on another "
                 "device: pass `device=x.device` where you create a tensor."
             )
+
+    def _elsewhere(self, f, args, kwargs):
+        f = copy.deepcopy(f) if isinstance(f, nn.Module) else f
+        there = Elsewhere()
+
+        def run(*args, **kwargs):
+            with there:
+                return f(*args, **kwargs)
+
+        try:
+            result = self._run(run, fresh(args), fresh(kwargs))
+        except Crashed as crash:
+            if isinstance(crash.error, OnTheCPU):
+                raise Explained(str(crash.error)) from crash
+            return  # not for its device; other requirements tell
+        except NotWritten:
+            return
+        finally:
+            self.called = describe_call(f, args, kwargs)
+        if any(there.on_the_cpu(each) for each in tree_leaves(result)):
+            raise Explained(there.message)
 
     # Modules ---------------------------------------------------------------
 

@@ -1,11 +1,9 @@
 """Lesson 14: masks for long texts, attention in blocks, and linear attention."""
 
-import functools
 import math
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.cost import work
 from utils.exercise import Exercise, Joint
@@ -817,36 +815,9 @@ def _(answer, t):
     )
 
 
-class _Copies(TorchDispatchMode):
-    """Refuses to copy what lies on one device into a tensor on another."""
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False  # as in `utils.cost`
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
-            raise Explained(
-                "It copies its results into a tensor on the CPU whatever device its "
-                "inputs are on: pass `device=x.device` where you create one."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def one_device(answer, t, *args):
-    """`t.any_device`, and nothing is copied into a tensor made on the CPU either."""
-
-    @functools.wraps(answer)
-    def watched(*given):
-        with _Copies():
-            return answer(*given)
-
-    t.any_device(watched, *args)
-
-
 @chunked.requires("it creates nothing on another device")
 def _(answer, t):
-    one_device(answer, t, *heads(2, t_q=5, t_k=7), 3, 2)
+    t.any_device(answer, *heads(2, t_q=5, t_k=7), 3, 2)
 
 
 @chunked.requires(
@@ -1169,7 +1140,7 @@ def _(answer, t):
 
 @features.requires("it creates nothing on another device")
 def _(answer, t):
-    one_device(answer, t, probe(3, 5))
+    t.any_device(answer, probe(3, 5))
 
 
 def feature_fault(name, sentence, f):
@@ -1388,8 +1359,8 @@ def _(answer, t):
 
 @linear.requires("it creates nothing on another device")
 def _(answer, t):
-    one_device(answer, t, *heads(2, t_q=5, t_k=7), True)
-    one_device(answer, t, *heads(2, t_q=5, t_k=7), False)
+    t.any_device(answer, *heads(2, t_q=5, t_k=7), True)
+    t.any_device(answer, *heads(2, t_q=5, t_k=7), False)
 
 
 @linear.requires(
@@ -1779,8 +1750,8 @@ def _(answer, t):
         return output
 
     q, k, v = (x[:, 0] for x in heads(2, t_q=1, t_k=1))
-    one_device(first_step, t, q, k, v)
-    one_device(next_step, t, (probe(2, 6, 5), probe(2, 6).abs()), q, k, v)
+    t.any_device(first_step, q, k, v)
+    t.any_device(next_step, (probe(2, 6, 5), probe(2, 6).abs()), q, k, v)
 
 
 def stepping(

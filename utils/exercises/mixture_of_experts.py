@@ -4,13 +4,14 @@ import copy
 import inspect
 import itertools
 import math
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils.exercise import Exercise, Joint
@@ -29,7 +30,7 @@ from utils.exercises.forward_pass import (
     weights_for,
 )
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Crashed, Explained, Unmet, describe_call
+from utils.trial import Crashed, Explained, Unmet
 
 routing = Exercise("top_k_routing", lesson="mixture_of_experts")
 layer = Exercise("MixtureOfExperts", lesson="mixture_of_experts")
@@ -152,95 +153,6 @@ def is_module(module):
             )
         if not isinstance(part, kinds):
             raise Unmet(f"`{name}` is of type {type(part).__name__}, expected {kind}.")
-
-
-def on_the_inputs_device(t, f, *args):
-    """Nothing lies on another device, even where values decide the way."""
-    there = Elsewhere()
-
-    def run(*args):
-        with there:
-            return f(*args)
-
-    try:
-        result = t._run(run, args, {})
-        t.trace.pop()
-    finally:
-        t.called = describe_call(f, args, {})
-    if any(there.on_the_cpu(each) for each in tree_leaves(result)):
-        raise Explained(there.message)
-
-
-# These take a tensor of another device: indices and values from the CPU, or a shape.
-CROSSING = ("copy_", "__getitem__", "__setitem__", "view_as", "reshape_as", "expand_as")
-
-
-class Elsewhere(TorchFunctionMode):
-    """The inputs are said to be on an accelerator, what names no device on the CPU.
-
-    A machine without an accelerator obeys `.cpu()` and `device="cpu"` in silence, and
-    creates where the inputs are what was created without a device. Reading the values
-    of a tensor on the CPU is right; returning it, or computing with it and with one
-    that is not there, is not.
-    """
-
-    HERE = torch.device("cpu:0")
-    named = False
-
-    @property
-    def message(self):
-        if self.named:
-            return (
-                'It names the CPU, with `.cpu()` or `device="cpu"`, and what is there '
-                "meets what is not, or comes back: pass `device=x.device`."
-            )
-        return (
-            "It creates a tensor without saying on which device: pass "
-            "`device=x.device`, or use what takes it from another tensor, as "
-            "`torch.zeros_like` does."
-        )
-
-    def on_the_cpu(self, value):
-        return isinstance(value, torch.Tensor) and getattr(value, "_on_the_cpu", False)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        cpu = [v for v in given if self.on_the_cpu(v)]
-        if getattr(func, "__self__", None) is torch.Tensor.device:
-            return torch.device("cpu") if cpu else self.HERE
-        where = kwargs.get("device")
-        if where is None and name in ("to", "type_as"):
-            where = next(
-                (v for v in args[1:] if isinstance(v, (str, torch.device))), None
-            )
-            other = next((v for v in args[1:] if isinstance(v, torch.Tensor)), None)
-            if other is not None:
-                where = "cpu" if self.on_the_cpu(other) else self.HERE
-        if where is not None:
-            moved = str(where) == "cpu"
-            self.named |= moved
-        elif name == "cpu":
-            moved = self.named = True
-        elif not given:
-            moved = True
-        else:
-            sides = {self.on_the_cpu(v) for v in given if v.dim() > 0}
-            if len(sides) > 1 and name not in CROSSING:
-                raise Explained(self.message)
-            wide = [v for v in given if v.dim() > 0] or given
-            moved = self.on_the_cpu(given[0] if name in CROSSING else wide[0])
-        result = func(*args, **kwargs)
-
-        def mark(value):
-            if isinstance(value, torch.Tensor) and moved != self.on_the_cpu(value):
-                if any(value is v for v in given):
-                    value = value.view(value.shape)
-                value._on_the_cpu = moved
-            return value
-
-        tensors = any(isinstance(v, torch.Tensor) for v in tree_leaves(result))
-        return tree_map(mark, result) if tensors else result
 
 
 def oracle_for(p, k):
@@ -372,7 +284,7 @@ def _(answer, t):
 def _(answer, t):
     for k in (1, 2):
         t.any_device(answer, scores(5, 4), k)
-        on_the_inputs_device(t, answer, scores(5, 4), k)
+        t.any_device(answer, scores(5, 4), k)
 
 
 def refused(k, n_experts):
@@ -876,7 +788,7 @@ def _(answer, t):
 def _(answer, t):
     module, _ = filled(t, answer, 5, 7, 4, 2, 12)
     t.any_device(module, probe(2, 3, 5))
-    on_the_inputs_device(t, module, probe(2, 3, 5))
+    t.any_device(module, probe(2, 3, 5))
 
 
 class Expert(nn.Module):
@@ -1451,7 +1363,7 @@ def _(answer, t):
 def _(answer, t):
     ids = distinct_choices(9, 5, 2, 8)
     t.any_device(answer, shares(9, 5, 7), ids, 5)
-    on_the_inputs_device(t, answer, shares(9, 5, 7), ids, 5)
+    t.any_device(answer, shares(9, 5, 7), ids, 5)
 
 
 def used(p, experts, n_experts):
@@ -1653,14 +1565,11 @@ def starts_anew(t, answer):
 
     The ids are new ones every time, so that a queue that is kept is not yet full.
     """
-    before, first_id = list(t.trace), 3 * (next(ANEW) % 1000)
+    first_id = 3 * (next(ANEW) % 1000)
     ids, results = probe_ids(10, 1, below=3, seed=20) + first_id, []
-    try:
+    with t.aside(), suppress(Crashed):
         for _ in range(2):
             results.append(t._run(answer, (ids.clone(), first_id + 3, 2), {}))
-    except Crashed:
-        pass
-    t.trace[:] = before
     if len(results) == 2 and all(isinstance(r, torch.Tensor) for r in results):
         same = torch.equal(*results)
         t.trace.append(same)
@@ -1748,7 +1657,7 @@ def _(answer, t):
 def _(answer, t):
     ids = distinct_choices(9, 4, 2, 9)
     t.any_device(answer, ids, 4, 2)
-    on_the_inputs_device(t, answer, ids, 4, 2)
+    t.any_device(answer, ids, 4, 2)
 
 
 def places(experts, n_experts, order="columns"):
