@@ -1136,6 +1136,80 @@ def test_caches_that_change_what_they_were_given_fail(base):
     fails(OneList, base.__name__)
 
 
+@pytest.mark.parametrize("base", [KVCache, RollingKVCache])
+def test_what_is_not_compared_is_named_whatever_the_refusals_say(base):
+    def fitting(x, memory):
+        return x.to(memory.dtype) if x.is_meta == memory.is_meta else x.new_zeros(
+            x.shape, dtype=memory.dtype, device=memory.device)  # fmt: skip
+
+    def comparing(dtypes_of, devices_of):
+        def append(self, layer, k, v):
+            for x in dtypes_of(k, v):
+                if x.dtype != self.k.dtype:
+                    raise ValueError(f"I hold {self.k.dtype} and came by {x.dtype}")
+            for x in devices_of(k, v):
+                if x.device != self.k.device:
+                    raise ValueError(f"I am on {self.k.device}, that on {x.device}")
+            return base.append(self, layer, fitting(k, self.k), fitting(v, self.k))
+
+        return wrong_cache(base, append=append)
+
+    def both(k, v):
+        return k, v
+
+    def keys(k, v):
+        return (k,)
+
+    def values(k, v):
+        return (v,)
+
+    def neither(k, v):
+        return ()
+
+    passes(comparing(both, both), base.__name__)
+    fails(comparing(neither, both), base.__name__, "kind_unchecked")
+    fails(comparing(keys, keys), base.__name__, "keys_kind_alone")
+    fails(comparing(values, values), base.__name__, "values_kind_alone")
+    fails(comparing(both, neither), base.__name__, "device_unchecked")
+
+
+def test_whole_numbers_let_in_are_named_whichever_they_are():
+    def refusing(*refused):
+        def __init__(self, *sizes, dtype=None, device=None):
+            if dtype in refused:
+                raise ValueError(f"{dtype}, of all things")
+            floats = dtype if dtype and dtype.is_floating_point else None
+            KVCache.__init__(self, *sizes, floats, device)
+
+        return wrong_cache(__init__=__init__)
+
+    def counted(*refused):
+        def kv_cache_bytes_(config, t, batch=1, dtype=torch.float16):
+            if dtype in refused:
+                raise ValueError(f"{dtype}, of all things")
+            return spec.weighed(config, t, batch, dtype)
+
+        return kv_cache_bytes_
+
+    for make, name in ((refusing, "KVCache"), (counted, "kv_cache_bytes")):
+        for some in ((torch.int64,), (torch.int32, torch.int64), (torch.bool,)):
+            fails(make(*some), name, "some_dtypes_unchecked")
+        fails(make(), name, "dtype_unchecked")
+
+
+def test_messages_about_a_cache_are_sentences():
+    def transposed(self, layer, k, v):
+        k, v = KVCache.append(self, layer, k, v)
+        return k.transpose(1, 2), v
+
+    report = fails(cache_with(append=transposed), "KVCache")
+    assert "What `append` returns as keys has shape" in report.message
+    ahead = property(lambda self: min(self.lengths) + 1)
+    assert "was `KVCache(" in fails(cache_with(length=ahead), "KVCache").message
+    lost = property(lambda self: self.nothing)
+    assert "was `cache.length`" in fails(cache_with(length=lost), "KVCache").message
+
+
 def test_other_wrong_uses_of_memory_fail():
     def new_memory(self):
         self.k, self.v = torch.zeros_like(self.k), torch.zeros_like(self.v)
