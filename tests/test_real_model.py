@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from solutions.forward_pass import Transformer, TransformerConfig, generate, sample
 from solutions.kv_cache import KVCache, cached_forward
 from solutions.tokenizer import BPETokenizer
 from tests.notebooks import environment
-from utils import chat, real_model
+from utils import chat, packed, real_model
 from utils.real_model import ModelProblem
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -375,9 +376,16 @@ def test_answer_through_the_cache_is_the_answer():
     assert cached == plain != ""
 
 
-def test_cached_logits_are_those_of_one_pass():
+@pytest.mark.parametrize("pays", [True, False])
+def test_cached_logits_are_those_of_one_pass(pays, monkeypatch):
+    monkeypatch.setattr(packed, "packing_pays", lambda dtype, n_threads: pays)
     model, tokenizer = loaded()
     c = model.config
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert len(linears) == 7 * c.n_layers + 1
+    for each in linears:
+        assert type(each) is packed.PackedLinear
+        each._packed = None
     ids = torch.tensor([tokenizer.encode("\n".join(texts()[20:60]))[:17]])
     with torch.no_grad():
         whole = model(ids)
@@ -398,6 +406,7 @@ def test_cached_logits_are_those_of_one_pass():
             alone = model(rows[row : row + 1, pad:])[0]
         error = (torch.cat(parts, 1)[row, pad:] - alone).abs().max().item()
         assert error <= 1e-3, (pad, error)
+    assert all((each._packed is not None) == pays for each in linears)
 
 
 def test_chat_starts_from_the_command_line():
