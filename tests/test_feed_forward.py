@@ -481,6 +481,13 @@ NAMED = [
     ("gelu", lambda x: x * 0.5 * (torch.erf(x / 1.414) + 1), "root_of_three_decimals"),
     ("gelu", lambda x: x * 0.5 * (torch.erf(x / 1.4142) + 1), "root_of_four_decimals"),
     ("gelu", lambda x: x / 2 + torch.erf(x / 2**0.5), "erf_outside"),
+    ("silu", lambda x: x * (1 / (1 + math.exp(-x))), "python_function"),
+    ("gelu", lambda x: x * (0.5 + 0.5 * math.erf(x / 2**0.5)), "python_function"),
+    (
+        "gelu",
+        lambda x: x / 2 + x / 2 * torch.tanh((2 / math.pi) ** 0.5 * x),
+        "tanh_without_cube",
+    ),
     ("FeedForward", OneBias, "one_bias"),
     ("FeedForward", PrintedShapes, "matrices_as_printed"),
     ("FeedForward", PlainTensors, "no_parameters"),

@@ -348,6 +348,12 @@ def layer_norm_floor(x, weight, bias, eps=1e-5):
     return (h / variance.sqrt() * weight + bias).to(x.dtype)
 
 
+def layer_norm_rms_of_x(x, weight, bias, eps=1e-5):
+    h = x.float()
+    rms = torch.sqrt((h * h).mean(-1, keepdim=True) + eps)
+    return ((h - h.mean(-1, keepdim=True)) / rms * weight + bias).to(x.dtype)
+
+
 def rms_norm_lost_dimension(x, weight, eps=1e-6):
     h = x.float()
     return (h / torch.sqrt(h.pow(2).mean(-1) + eps)).to(x.dtype) * weight
@@ -412,6 +418,12 @@ def post_passes_nothing_back(x, sublayer, norm):
         ("layer_norm", layer_norm_dim_2, "dim_2"),
         ("layer_norm", layer_norm_unit_length, "sum_for_mean"),
         ("layer_norm", layer_norm_floor, "eps_as_a_floor"),
+        ("layer_norm", layer_norm_rms_of_x, "mean_square_for_variance"),
+        (
+            "layer_norm",
+            lambda x, weight, bias, eps=1e-5: layer_norm(x, bias, weight, eps),
+            "weight_and_bias_exchanged",
+        ),
         ("rms_norm", rms_norm_lost_dimension, "dimension_lost"),
         ("rms_norm", rms_norm_mean_first, "square_of_the_mean"),
         ("RMSNorm", OneMore, "one_plus_the_weight"),

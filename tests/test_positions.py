@@ -554,6 +554,10 @@ def float32_back(x, positions, base=10_000.0):
     return rope(x, positions, base).float()
 
 
+def other_names(x, pos, base=10_000.0):
+    return rope(x, pos, base)
+
+
 def odd_is_an_assertion(x, positions, base=10_000.0):
     assert x.shape[-1] % 2 == 0
     return rope(x, positions, base)
@@ -580,6 +584,7 @@ def transposed_batch(x, positions, base=10_000.0):
         slow_base_only,
         values_on_the_cpu,
         float32_back,
+        other_names,
         odd_is_an_assertion,
         transposed_batch,
     ],
@@ -809,6 +814,43 @@ def distances_from_the_first(x, positions, base=10_000.0):
     return reference.rope(x, positions - positions.min(-1, keepdim=True).values, base)
 
 
+def blocks(t, d_model):
+    refuse_odd(torch.empty(d_model))
+    table = reference.sinusoidal(t, d_model)
+    return torch.cat((table[:, 0::2], table[:, 1::2])).view(t, d_model)
+
+
+class OneTruthValue(reference.LearnedPositions):
+    def forward(self, positions):
+        if positions >= self.table.num_embeddings:
+            raise ValueError(f"{positions} {self.table.num_embeddings}")
+        return self.table(positions)
+
+
+def halves_interleaved(x, positions, base=10_000.0):
+    halves = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    return reference.rope(halves, positions, base)
+
+
+def a_batch_for_granted(x, positions, base=10_000.0):
+    if positions.dim() < 2:
+        positions = positions.repeat(len(x), 1)
+    return reference.rope(x, positions, base)
+
+
+def base_of_llama_3(x, positions, base=500_000.0):
+    return reference.rope(x, positions, base)
+
+
+def truncated_ratio(n_heads):
+    return 2.0 ** (-int(8 / n_heads) * torch.arange(1.0, n_heads + 1))
+
+
+def slopes_as_they_are(n_heads, t_q, t_k):
+    distance = torch.arange(t_k - t_q, t_k)[:, None] - torch.arange(t_k)
+    return by_powers(n_heads) * -distance
+
+
 def extra_slopes_first(n_heads):
     below = 1 << (n_heads.bit_length() - 1)
     extra = by_powers(2 * below)[0::2][: n_heads - below]
@@ -871,6 +913,13 @@ def only_odd_refused(base, factor, d_head):
         ("rope", complex_without_a_copy, "complex_needs_one_piece"),
         ("rope", sizes_of_heads, "four_dimensions_only"),
         ("rope", distances_from_the_first, "relative_to_the_first"),
+        ("sinusoidal", blocks, "reshaped_across_rows"),
+        ("LearnedPositions", OneTruthValue, "compared_as_one_number"),
+        ("rope", halves_interleaved, "halves_put_together_as_neighbours"),
+        ("rope", a_batch_for_granted, "batch_taken_for_granted"),
+        ("rope", base_of_llama_3, "other_default"),
+        ("alibi_slopes", truncated_ratio, "whole_exponents"),
+        ("alibi_bias", slopes_as_they_are, "slopes_on_the_keys"),
         ("alibi_slopes", extra_slopes_first, "extra_first"),
         ("alibi_slopes", strictly_smaller_power, "power_below_itself"),
         ("alibi_bias", signed_and_unchecked, "more_queries_accepted"),

@@ -129,6 +129,12 @@ silu.fault(
     lambda x: x * torch.tanh(x),
 )
 silu.fault(
+    "python_function",
+    "`math` works on single numbers. `torch` has functions of the same names that take "
+    "every number of a tensor.",
+    lambda x: x / (1 + math.exp(-x)),
+)
+silu.fault(
     "twice_the_slope",
     "The factor is ½(1 + tanh x). That is the sigmoid of 2x; the sigmoid of x has "
     "tanh(x/2).",
@@ -281,6 +287,18 @@ gelu.fault(
     lambda x: 0.5 * x * (1 + torch.erf(x / 2)),
 )
 gelu.fault(
+    "python_function",
+    "`math.erf` works on single numbers. `torch` has a function of the same name that "
+    "takes every number of a tensor.",
+    lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+)
+gelu.fault(
+    "tanh_without_cube",
+    "tanh(√(2/π)·x) stands for erf. It has the right slope at 0 and is too low behind; "
+    "the paper's tanh form adds a cube, and the exact function has erf itself.",
+    lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * x)),
+)
+gelu.fault(
     "root_of_three_decimals",
     "The root of 2 is written as 1.414. float32 has seven digits, and a constant should "
     "have them too: `math.sqrt(2)`.",
@@ -343,8 +361,8 @@ gelu.fault(
 )
 gelu.fault(
     "constant_on_the_cpu",
-    "A constant is made as a tensor on the CPU, where the input may be on a GPU. A "
-    "Python number belongs to no device.",
+    "A constant is made as a float32 tensor on the CPU, where the input may be on a GPU, "
+    "or float64. A Python number belongs to no device and has all digits.",
     lambda x: 0.5 * x * (1 + torch.erf(x / torch.tensor([2.0]).sqrt().to(x.dtype))),
 )
 
@@ -1159,6 +1177,33 @@ swiglu.fault(
 class _(hidden_by(right_hidden)):
     def __init__(self, d_model, d_ff):
         super().__init__(d_model, 2 * d_ff // 3)
+
+
+@swiglu.fault(
+    "one_bias",
+    "The way down has a bias, `nn.Linear`'s default. This course's maps have none.",
+)
+class _(hidden_by(right_hidden)):
+    def __init__(self, d_model, d_ff):
+        super().__init__(d_model, d_ff)
+        self.w_2 = nn.Linear(d_ff, d_model)
+
+
+@swiglu.fault(
+    "matrices_as_printed",
+    "The matrices are parameters of your own, in the shape of the formula, d_model × "
+    "d_ff. `nn.Linear` stores the transpose and multiplies by it; weights that are "
+    "loaded come in its shape.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.w_1 = nn.Parameter(torch.randn(d_model, d_ff))
+        self.w_3 = nn.Parameter(torch.randn(d_model, d_ff))
+        self.w_2 = nn.Parameter(torch.randn(d_ff, d_model))
+
+    def forward(self, x):
+        return right_hidden(x @ self.w_1, x @ self.w_3) @ self.w_2
 
 
 @swiglu.fault(

@@ -363,6 +363,26 @@ def _(x, weight, bias, eps=1e-5):
 
 
 @layer_norm.fault(
+    "weight_and_bias_exchanged",
+    "Weight and bias have changed places: the weight multiplies, the bias is added.",
+)
+def _(x, weight, bias, eps=1e-5):
+    return layer_norm_with(x, bias, weight, eps)
+
+
+@layer_norm.fault(
+    "mean_square_for_variance",
+    "The mean is subtracted from x, but the squares are those of x as it came. The "
+    "variance is the mean of the squares of what is left after that.",
+)
+def _(x, weight, bias, eps=1e-5):
+    x32 = x.float()
+    mean_square = x32.square().mean(-1, keepdim=True)
+    centred = x32 - x32.mean(-1, keepdim=True)
+    return (centred * (mean_square + eps).rsqrt() * weight + bias).to(x.dtype)
+
+
+@layer_norm.fault(
     "weight_plus_one",
     "The factor is 1 + weight. Some models store their weights that way; here the "
     "weight is the factor itself, and starts at 1.",

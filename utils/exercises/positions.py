@@ -189,6 +189,17 @@ def _(t, d_model):
 
 
 @sinusoidal.fault(
+    "reshaped_across_rows",
+    "Sines and cosines are put side by side in front of the positions and then reshaped, "
+    "so that numbers of different positions share a row. The new dimension must be the "
+    "last one.",
+)
+def _(t, d_model):
+    table = _waves(t, d_model)
+    return torch.stack((table[:, 0::2], table[:, 1::2])).reshape(t, d_model)
+
+
+@sinusoidal.fault(
     "fixed_length",
     "The table has a fixed number of rows, and a longer one is cut off there. Make as "
     "many as are asked for.",
@@ -465,6 +476,18 @@ class _(_Learned):
 
 
 @learned.fault(
+    "compared_as_one_number",
+    "`if` wants one answer, and a comparison of a tensor gives one for each position. "
+    "Ask whether it holds for `any()` of them.",
+)
+class _(_Learned):
+    def forward(self, positions):
+        if positions < 0 or positions >= self.max_len:
+            raise ValueError(f"{positions} is outside the table of {self.max_len}")
+        return self.table(positions)
+
+
+@learned.fault(
     "no_error_of_its_own",
     "It leaves the error to PyTorch. “Index out of range in self” helps nobody, and on "
     "a GPU it takes the whole process down: say which position, and how long the table "
@@ -657,6 +680,7 @@ def _(answer, t):
     x, positions = probe(3, 6, 10, seed=9), torch.arange(6) + 3
     t.agrees(answer, turned, x, positions, base=500.0)
     t.agrees(answer, turned, x, positions, 100_000.0)
+    t.agrees(answer, turned, x=x, positions=positions, base=500.0)
 
 
 @rope.requires(
@@ -811,6 +835,49 @@ def _(x, positions, base=10_000.0):
 def _(x, positions, base=10_000.0):
     y = _turn(x, _angles(x, positions, base))
     return torch.cat((y[..., 0::2], y[..., 1::2]), -1)
+
+
+@rope.fault(
+    "halves_put_together_as_neighbours",
+    "Two conventions are mixed: the halves are turned as pairs, and the results are put "
+    "back as neighbours. Take the pairs from where they are put back.",
+)
+def _(x, positions, base=10_000.0):
+    angles = _angles(x, positions, base)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, -1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x)
+
+
+@rope.fault(
+    "sine_and_cosine_exchanged",
+    "Sine and cosine have changed places. At position 0 the angle is 0 and x must stay "
+    "as it is: each number is multiplied by the cosine, its partner by the sine.",
+)
+def _(x, positions, base=10_000.0):
+    angles = _angles(x, positions, base)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * sin - b * cos, a * cos + b * sin), -1).flatten(-2).to(x)
+
+
+@rope.fault(
+    "other_default",
+    "The base is 500,000 where the caller gives none, as in Llama 3; here it is 10,000.",
+)
+def _(x, positions, base=500_000.0):
+    return _turn(x, _angles(x, positions, base))
+
+
+@rope.fault(
+    "batch_taken_for_granted",
+    "Positions (T,) are repeated for every row of a batch, and x need not have one: its "
+    "first dimension may be time.",
+)
+def _(x, positions, base=10_000.0):
+    if positions.dim() == 1:
+        positions = positions[None].expand(x.shape[0], -1)
+    return _turn(x, _angles(x, positions, base))
 
 
 @rope.fault(
@@ -1349,6 +1416,15 @@ def _(n_heads):
     return torch.tensor([0.5 ** (h + 1) for h in range(n_heads)])
 
 
+@slopes.fault(
+    "whole_exponents",
+    "8/n is cut off to a whole number, by `//` or `int`. With more than 8 heads it is a "
+    "fraction.",
+)
+def _(n_heads):
+    return torch.tensor([2.0 ** (-(8 // n_heads) * h) for h in range(1, n_heads + 1)])
+
+
 @slopes.fault("reversed", "The slopes come in reverse: the steepest is head 0's.")
 def _(n_heads):
     return torch.tensor(published_slopes(n_heads)[::-1])
@@ -1630,6 +1706,33 @@ def _(n_heads, t_q, t_k):
 def _(n_heads, t_q, t_k):
     distance = _distance(t_q, t_k)
     return -_steep(n_heads) * distance + (distance < 0) * -torch.inf
+
+
+@bias.fault(
+    "slopes_on_the_keys",
+    "Slopes (n_heads,) times distances (t_q, t_k): broadcasting, which counts from the "
+    "end, lines the heads up with the keys. The slopes need two more dimensions.",
+)
+def _(n_heads, t_q, t_k):
+    return -torch.tensor(published_slopes(n_heads)) * _distance(t_q, t_k).abs()
+
+
+@bias.fault(
+    "slopes_on_the_queries",
+    "Slopes (n_heads, 1) times distances (t_q, t_k): broadcasting, which counts from the "
+    "end, lines the heads up with the queries. One more dimension is missing.",
+)
+def _(n_heads, t_q, t_k):
+    return -torch.tensor(published_slopes(n_heads))[:, None] * _distance(t_q, t_k).abs()
+
+
+@bias.fault(
+    "heads_below_each_other",
+    "The tables of the heads are joined along the queries, (n_heads · t_q, t_k). Each "
+    "head has a table of its own: stack them.",
+)
+def _(n_heads, t_q, t_k):
+    return (-_steep(n_heads) * _distance(t_q, t_k).abs()).flatten(0, 1)
 
 
 @bias.fault(
