@@ -2087,6 +2087,16 @@ class _QueriesOnly(_MultiHead):
         return rotate(self.split(q)), self.split(k), self.split(v)
 
 
+class _KeysOnly(_MultiHead):
+    def turned(self, q, k, v, rotate):
+        return self.split(q), rotate(self.split(k)), self.split(v)
+
+
+class _StreamTurned(_MultiHead):
+    def forward(self, x, mask=None, rotate=None):
+        return super().forward(rotate(x) if rotate else x, mask)
+
+
 class _NeverCalled(_MultiHead):
     def turned(self, q, k, v, rotate):
         return tuple(self.split(y) for y in (q, k, v))
@@ -2122,6 +2132,18 @@ turning.fault(
     "`MultiHeadAttention` turns the queries and forgets the keys. Then scores depend on "
     "the query's position instead of on the distance.",
     {"MultiHeadAttention": _QueriesOnly},
+)
+turning.fault(
+    "keys_only",
+    "`MultiHeadAttention` turns the keys and forgets the queries. Then scores depend on "
+    "the key's position instead of on the distance.",
+    {"MultiHeadAttention": _KeysOnly},
+)
+turning.fault(
+    "stream_turned",
+    "`MultiHeadAttention` turns the stream before the projections. Queries and keys are "
+    "turned, after the split into heads; the values come from the stream as it is.",
+    {"MultiHeadAttention": _StreamTurned},
 )
 turning.fault(
     "never_called",
