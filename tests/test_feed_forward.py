@@ -428,6 +428,141 @@ def test_wrong_swiglu_fails(case):
     fails(swiglu(WRONG_SWIGLU[case]), "SwiGLU")
 
 
+# Mistakes written in another way than the fault that names them ----------------------
+
+
+class OneBias(Functional):
+    def __init__(self, d_model, d_ff, activation):
+        super().__init__(d_model, d_ff, activation)
+        self.w_2 = nn.Linear(d_ff, d_model, bias=True)
+
+
+class PrintedShapes(nn.Module):
+    def __init__(self, d_model, d_ff, activation):
+        super().__init__()
+        self.w_1 = nn.Parameter(torch.zeros(d_model, d_ff))
+        self.w_2 = nn.Parameter(torch.zeros(d_ff, d_model))
+
+    def forward(self, x):
+        return x @ self.w_1 @ self.w_2
+
+
+def unpacks_three(module):
+    class UnpacksThree(module):
+        def forward(self, x):
+            batch, time, d_model = x.shape
+            return (
+                super()
+                .forward(x.reshape(batch * time, d_model))
+                .view(batch, time, d_model)
+            )
+
+    return UnpacksThree
+
+
+def overriding(module, forward):
+    return type("Overriding", (module,), {"forward": forward})
+
+
+class Fused(nn.Module):
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.w_1 = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.w_2 = nn.Linear(d_ff, d_model, bias=False)
+
+
+class WholeMultiple(BuiltIn):
+    def __init__(self, d_model, d_ff):
+        super().__init__(d_model, (d_ff + 31) // 32 * 32)
+
+
+NAMED = [
+    ("silu", lambda x: x / 2 * (1 + x.tanh()), "twice_the_slope"),
+    ("gelu", lambda x: x * 0.5 * (torch.erf(x / 1.414) + 1), "root_of_three_decimals"),
+    ("gelu", lambda x: x * 0.5 * (torch.erf(x / 1.4142) + 1), "root_of_four_decimals"),
+    ("gelu", lambda x: x / 2 + torch.erf(x / 2**0.5), "erf_outside"),
+    ("silu", lambda x: x * (1 / (1 + math.exp(-x))), "python_function"),
+    ("gelu", lambda x: x * (0.5 + 0.5 * math.erf(x / 2**0.5)), "python_function"),
+    (
+        "gelu",
+        lambda x: x / 2 + x / 2 * torch.tanh((2 / math.pi) ** 0.5 * x),
+        "tanh_without_cube",
+    ),
+    ("FeedForward", OneBias, "one_bias"),
+    ("FeedForward", PrintedShapes, "matrices_as_printed"),
+    ("FeedForward", PlainTensors, "no_parameters"),
+    ("FeedForward", unpacks_three(Functional), "three_dimensions_only"),
+    (
+        "FeedForward",
+        overriding(Functional, lambda self, x: Functional.forward(self, x.detach())),
+        "input_detached",
+    ),
+    (
+        "FeedForward",
+        overriding(
+            Functional,
+            lambda self, x: Functional.forward(self, x.transpose(1, 0)).transpose(1, 0),
+        ),
+        "second_dimension_asked_for",
+    ),
+    ("SwiGLU", unpacks_three(BuiltIn), "three_dimensions_only"),
+    ("SwiGLU", swiglu(lambda gate, up: up * F.silu(up)), "up_twice"),
+    ("SwiGLU", swiglu(lambda gate, up: gate * F.silu(gate)), "gate_twice"),
+    (
+        "SwiGLU",
+        swiglu(lambda gate, up: -gate * torch.sigmoid(-gate) * up),
+        "minus_the_gate",
+    ),
+    ("SwiGLU", swiglu(lambda gate, up: F.silu(gate) * up.detach()), "up_detached"),
+    (
+        "SwiGLU",
+        overriding(
+            BuiltIn, lambda self, x: self.w_2(self.w_3(x) * self.w_1(F.silu(x)))
+        ),
+        "silu_of_the_input",
+    ),
+    (
+        "SwiGLU",
+        overriding(BuiltIn, lambda self, x: BuiltIn.forward(self, x.float())),
+        "cast_to_float32",
+    ),
+    (
+        "SwiGLU",
+        overriding(
+            BuiltIn, lambda self, x: BuiltIn.forward(self, x.view(-1, x.shape[-1]))
+        ),
+        "flattened",
+    ),
+    ("SwiGLU", Fused, "gate_and_up_in_one"),
+    ("SwiGLU", WholeMultiple, "rounded_inside"),
+    (
+        "swiglu_width",
+        lambda d_model, multiple_of=32: math.ceil(8 * d_model / 3 / multiple_of),
+        "number_of_multiples",
+    ),
+    (
+        "swiglu_width",
+        lambda d_model, multiple_of=32: (
+            (-(-8 * d_model // 3) + multiple_of - 1) & ~(multiple_of - 1)
+        ),
+        "added_bits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "fault"), NAMED)
+def test_the_mistake_is_named(name, answer, fault):
+    report = evaluate(answer, name)
+    assert (report.status, report.fault) == ("failed", fault), report.message
+
+
+def test_digits_that_are_lost_in_float64_are_told_apart():
+    silu = lambda x: x * torch.exp(-F.softplus(-x.float())).to(x.dtype)  # noqa: E731
+    assert "has the digits of float32" in evaluate(silu, "silu").message
+    gelu = lambda x: 0.5 * x * (1 + torch.erf(0.7071 * x))  # noqa: E731
+    assert "a constant in it has too few" in evaluate(gelu, "gelu").message
+
+
 # Parts together ----------------------------------------------------------------------
 
 

@@ -314,6 +314,132 @@ def test_unlisted_wrong_answers_fail(name, answer):
     assert report.status == "failed", report.message
 
 
+# Mistakes written in another way than the fault that names them -----------------------
+
+
+def mean_before_the_cast(x, weight, bias, eps=1e-5):
+    h = (x - x.mean(dim=-1, keepdim=True)).float()
+    deviation = torch.sqrt((h * h).mean(dim=-1, keepdim=True) + eps)
+    return (h / deviation).to(x.dtype) * weight + bias
+
+
+def layer_norm_lost_dimension(x, weight, bias, eps=1e-5):
+    h = x.float()
+    variance, mean = torch.var_mean(h, -1, correction=0)
+    return ((h - mean) / (variance + eps).sqrt() * weight + bias).to(x.dtype)
+
+
+def layer_norm_dim_2(x, weight, bias, eps=1e-5):
+    h = x.float()
+    mean = h.mean(dim=2, keepdim=True)
+    variance = (h - mean).pow(2).mean(dim=2, keepdim=True)
+    return ((h - mean) / (variance + eps).sqrt() * weight + bias).to(x.dtype)
+
+
+def layer_norm_unit_length(x, weight, bias, eps=1e-5):
+    h = x.float() - x.float().mean(-1, keepdim=True)
+    length = torch.sqrt((h * h).sum(-1, keepdim=True) + eps)
+    return (h / length * weight + bias).to(x.dtype)
+
+
+def layer_norm_floor(x, weight, bias, eps=1e-5):
+    h = x.float() - x.float().mean(-1, keepdim=True)
+    variance = torch.maximum(h.pow(2).mean(-1, keepdim=True), torch.full_like(h, eps))
+    return (h / variance.sqrt() * weight + bias).to(x.dtype)
+
+
+def layer_norm_rms_of_x(x, weight, bias, eps=1e-5):
+    h = x.float()
+    rms = torch.sqrt((h * h).mean(-1, keepdim=True) + eps)
+    return ((h - h.mean(-1, keepdim=True)) / rms * weight + bias).to(x.dtype)
+
+
+def rms_norm_lost_dimension(x, weight, eps=1e-6):
+    h = x.float()
+    return (h / torch.sqrt(h.pow(2).mean(-1) + eps)).to(x.dtype) * weight
+
+
+def rms_norm_mean_first(x, weight, eps=1e-6):
+    h = x.float()
+    return (h / torch.sqrt(h.mean(-1, keepdim=True) ** 2 + eps)).to(x.dtype) * weight
+
+
+class OneMore(RMSNorm):
+    def __init__(self, d_model, eps=1e-6):
+        super().__init__(d_model, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x):
+        return rms_norm(x, self.weight + 1, self.eps)
+
+
+class NeverTrained(nn.Module):
+    def __init__(self, d_model, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class DrawnAtRandom(RMSNorm):
+    def __init__(self, d_model, eps=1e-6):
+        super().__init__(d_model, eps)
+        self.weight = nn.Parameter(torch.empty(d_model))
+        nn.init.normal_(self.weight)
+
+
+class AddsItsInput(RMSNorm):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class ThreeSizes(RMSNorm):
+    def forward(self, x):
+        batch, time, width = x.shape
+        return super().forward(x.reshape(-1, width)).reshape(batch, time, width)
+
+
+def learns_but_passes_nothing_back(x, sublayer, norm):
+    return x + sublayer(norm(x.detach()))
+
+
+def post_passes_nothing_back(x, sublayer, norm):
+    branch = sublayer(x.data)
+    return norm(branch + x)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "fault"),
+    [
+        ("layer_norm", mean_before_the_cast, "mean_in_half"),
+        ("layer_norm", layer_norm_lost_dimension, "dimension_lost"),
+        ("layer_norm", layer_norm_dim_2, "dim_2"),
+        ("layer_norm", layer_norm_unit_length, "sum_for_mean"),
+        ("layer_norm", layer_norm_floor, "eps_as_a_floor"),
+        ("layer_norm", layer_norm_rms_of_x, "mean_square_for_variance"),
+        (
+            "layer_norm",
+            lambda x, weight, bias, eps=1e-5: layer_norm(x, bias, weight, eps),
+            "weight_and_bias_exchanged",
+        ),
+        ("rms_norm", rms_norm_lost_dimension, "dimension_lost"),
+        ("rms_norm", rms_norm_mean_first, "square_of_the_mean"),
+        ("RMSNorm", OneMore, "one_plus_the_weight"),
+        ("RMSNorm", NeverTrained, "frozen"),
+        ("RMSNorm", DrawnAtRandom, "starts_random"),
+        ("RMSNorm", AddsItsInput, "residual_inside"),
+        ("RMSNorm", ThreeSizes, "three_dimensions_only"),
+        ("pre_norm", learns_but_passes_nothing_back, "detached_input"),
+        ("post_norm", post_passes_nothing_back, "detached_input"),
+    ],
+)
+def test_the_mistake_is_named(name, answer, fault):
+    report = evaluate(answer, name)
+    assert (report.status, report.fault) == ("failed", fault), report.message
+
+
 # The joint ----------------------------------------------------------------------------
 
 

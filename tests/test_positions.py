@@ -554,6 +554,10 @@ def float32_back(x, positions, base=10_000.0):
     return rope(x, positions, base).float()
 
 
+def other_names(x, pos, base=10_000.0):
+    return rope(x, pos, base)
+
+
 def odd_is_an_assertion(x, positions, base=10_000.0):
     assert x.shape[-1] % 2 == 0
     return rope(x, positions, base)
@@ -580,6 +584,7 @@ def transposed_batch(x, positions, base=10_000.0):
         slow_base_only,
         values_on_the_cpu,
         float32_back,
+        other_names,
         odd_is_an_assertion,
         transposed_batch,
     ],
@@ -692,6 +697,257 @@ def positional(base, d_head, factor):
 )
 def test_wrong_bases_are_rejected(answer):
     rejects("ntk_base", answer)
+
+
+# Mistakes written in another way than the fault that names them -----------------------
+
+
+def columns_by_their_number(t, d_model):
+    refuse_odd(torch.empty(d_model))
+    table = torch.zeros(t, d_model)
+    for p in range(t):
+        for j in range(0, d_model, 2):
+            table[p, j] = math.sin(p / 10_000 ** (2 * j / d_model))
+            table[p, j + 1] = math.cos(p / 10_000 ** (2 * (j + 1) / d_model))
+    return table
+
+
+def timescales_to_the_end(t, d_model):
+    refuse_odd(torch.empty(d_model))
+    step = math.log(10_000) / max(d_model // 2 - 1, 1)
+    angles = torch.outer(torch.arange(t), torch.exp(-step * torch.arange(d_model // 2)))
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)
+
+
+def first_five_thousand(t, d_model):
+    refuse_odd(torch.empty(d_model))
+    return reference.sinusoidal(512, d_model)[:t]
+
+
+def sine_in_both(t, d_model):
+    table = reference.sinusoidal(t, d_model).clone()
+    table[:, 1::2] = table[:, 0::2]
+    return table
+
+
+def learnt_sinusoids(t, d_model):
+    return nn.Parameter(reference.sinusoidal(t, d_model))
+
+
+def odd_cut(t, d_model):
+    pairs = torch.arange(0, d_model, 2)
+    angles = torch.outer(torch.arange(t), 10_000 ** (-pairs / d_model))
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, :d_model]
+
+
+class OnlyTheUpperEnd(reference.LearnedPositions):
+    def forward(self, positions):
+        n = self.table.num_embeddings
+        if positions.max() >= n:
+            raise ValueError(f"position {positions.max().item()}, max_len {n}")
+        return self.table(positions)
+
+
+class Padded(reference.LearnedPositions):
+    def __init__(self, max_len, d_model):
+        super().__init__(max_len, d_model)
+        self.table = nn.Embedding(max_len, d_model, padding_idx=0)
+
+
+class Squeezed(reference.LearnedPositions):
+    def forward(self, positions):
+        return super().forward(positions).squeeze()
+
+
+class NeverLearns(reference.LearnedPositions):
+    def __init__(self, max_len, d_model):
+        super().__init__(max_len, d_model)
+        self.table.weight.requires_grad_(False)
+
+
+def always_one_between(x, positions, base=10_000.0):
+    refuse_odd(x)
+    f = base ** (-torch.arange(0, x.shape[-1], 2, device=x.device) / x.shape[-1])
+    angles = positions.float()[..., None] * f
+    angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
+    return turned_by(x, angles)
+
+
+def heads_if_there_are_four(x, positions, base=10_000.0):
+    refuse_odd(x)
+    f = base ** (-torch.arange(0, x.shape[-1], 2, device=x.device) / x.shape[-1])
+    angles = positions.float()[..., None] * f
+    if positions.dim() == 2 and x.dim() >= 4:
+        angles = angles[:, None, :, :]
+    return turned_by(x, angles)
+
+
+def turned_by(x, angles):
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x[..., 0::2], x[..., 1::2]
+    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
+    return pairs.flatten(-2).to(x.dtype)
+
+
+def rounded_angles(x, positions, base=10_000.0):
+    refuse_odd(x)
+    f = base ** (-torch.arange(0, x.shape[-1], 2, device=x.device) / x.shape[-1])
+    angles = lined_up(positions.float()[..., None] * f, positions, x)
+    return turned_by(x, angles.to(x.dtype))
+
+
+def complex_without_a_copy(x, positions, base=10_000.0):
+    refuse_odd(x)
+    f = base ** (-torch.arange(0, x.shape[-1], 2, device=x.device) / x.shape[-1])
+    angles = lined_up(positions.float()[..., None] * f, positions, x)
+    numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    turn = torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(numbers * turn).flatten(-2).to(x.dtype)
+
+
+def sizes_of_heads(x, positions, base=10_000.0):
+    _b, _h, _t, _d = x.shape
+    return reference.rope(x, positions, base)
+
+
+def distances_from_the_first(x, positions, base=10_000.0):
+    return reference.rope(x, positions - positions.min(-1, keepdim=True).values, base)
+
+
+def blocks(t, d_model):
+    refuse_odd(torch.empty(d_model))
+    table = reference.sinusoidal(t, d_model)
+    return torch.cat((table[:, 0::2], table[:, 1::2])).view(t, d_model)
+
+
+class OneTruthValue(reference.LearnedPositions):
+    def forward(self, positions):
+        if positions >= self.table.num_embeddings:
+            raise ValueError(f"{positions} {self.table.num_embeddings}")
+        return self.table(positions)
+
+
+def halves_interleaved(x, positions, base=10_000.0):
+    halves = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    return reference.rope(halves, positions, base)
+
+
+def a_batch_for_granted(x, positions, base=10_000.0):
+    if positions.dim() < 2:
+        positions = positions.repeat(len(x), 1)
+    return reference.rope(x, positions, base)
+
+
+def base_of_llama_3(x, positions, base=500_000.0):
+    return reference.rope(x, positions, base)
+
+
+def truncated_ratio(n_heads):
+    return 2.0 ** (-int(8 / n_heads) * torch.arange(1.0, n_heads + 1))
+
+
+def slopes_as_they_are(n_heads, t_q, t_k):
+    distance = torch.arange(t_k - t_q, t_k)[:, None] - torch.arange(t_k)
+    return by_powers(n_heads) * -distance
+
+
+def extra_slopes_first(n_heads):
+    below = 1 << (n_heads.bit_length() - 1)
+    extra = by_powers(2 * below)[0::2][: n_heads - below]
+    return torch.cat((extra, by_powers(below)))
+
+
+def strictly_smaller_power(n_heads):
+    below = max(1 << ((n_heads - 1).bit_length() - 1), 1) if n_heads > 1 else 1
+    return torch.cat((by_powers(below), by_powers(2 * below)[0::2]))[:n_heads]
+
+
+def signed_and_unchecked(n_heads, t_q, t_k):
+    queries = torch.arange(t_k - t_q, t_k)
+    return by_powers(n_heads).view(-1, 1, 1) * (torch.arange(t_k) - queries[:, None])
+
+
+def heads_at_the_end(n_heads, t_q, t_k):
+    return signed(n_heads, t_q, t_k).permute(1, 2, 0)
+
+
+def in_a_batch_of_one(n_heads, t_q, t_k):
+    return signed(n_heads, t_q, t_k)[None]
+
+
+def masked_by_a_product(n_heads, t_q, t_k):
+    bias = signed(n_heads, t_q, t_k)
+    return bias.clamp(max=0) + (bias > 0).float() * float("-inf")
+
+
+def a_row_for_every_key(n_heads, t_q, t_k):
+    signed(n_heads, t_q, t_k)
+    return signed(n_heads, t_k, t_k)
+
+
+def d_minus_one(base, factor, d_head):
+    reference.ntk_base(base, factor, d_head)
+    return math.exp(math.log(base) + math.log(factor) * d_head / (d_head - 1))
+
+
+def only_odd_refused(base, factor, d_head):
+    return reference.ntk_base(base, factor, d_head) if d_head != 2 else base
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "fault"),
+    [
+        ("sinusoidal", columns_by_their_number, "two_for_each_column"),
+        ("sinusoidal", timescales_to_the_end, "stretched_to_the_end"),
+        ("sinusoidal", first_five_thousand, "fixed_length"),
+        ("sinusoidal", sine_in_both, "sine_twice"),
+        ("sinusoidal", learnt_sinusoids, "parameter"),
+        ("sinusoidal", odd_cut, "odd_cut_off"),
+        ("LearnedPositions", OnlyTheUpperEnd, "lower_end_unchecked"),
+        ("LearnedPositions", Padded, "padding_row"),
+        ("LearnedPositions", Squeezed, "squeezed"),
+        ("LearnedPositions", NeverLearns, "no_gradient"),
+        ("rope", always_one_between, "always_for_heads"),
+        ("rope", heads_if_there_are_four, "one_dimension_between"),
+        ("rope", rounded_angles, "angles_rounded_to_x"),
+        ("rope", complex_without_a_copy, "complex_needs_one_piece"),
+        ("rope", sizes_of_heads, "four_dimensions_only"),
+        ("rope", distances_from_the_first, "relative_to_the_first"),
+        ("sinusoidal", blocks, "reshaped_across_rows"),
+        ("LearnedPositions", OneTruthValue, "compared_as_one_number"),
+        ("rope", halves_interleaved, "halves_put_together_as_neighbours"),
+        ("rope", a_batch_for_granted, "batch_taken_for_granted"),
+        ("rope", base_of_llama_3, "other_default"),
+        ("alibi_slopes", truncated_ratio, "whole_exponents"),
+        ("alibi_bias", slopes_as_they_are, "slopes_on_the_keys"),
+        ("alibi_slopes", extra_slopes_first, "extra_first"),
+        ("alibi_slopes", strictly_smaller_power, "power_below_itself"),
+        ("alibi_bias", signed_and_unchecked, "more_queries_accepted"),
+        ("alibi_bias", heads_at_the_end, "heads_last"),
+        ("alibi_bias", in_a_batch_of_one, "batch_dimension"),
+        ("alibi_bias", masked_by_a_product, "zero_times_infinity"),
+        ("alibi_bias", a_row_for_every_key, "as_many_queries_as_keys"),
+        ("ntk_base", d_minus_one, "one_less"),
+        ("ntk_base", only_odd_refused, "two_accepted"),
+    ],
+)
+def test_the_mistake_is_named(name, answer, fault):
+    report = evaluate(answer, name)
+    assert (report.status, report.fault) == ("failed", fault), report.message
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("sinusoidal", float64_table),
+        ("alibi_slopes", float64_slopes),
+        ("alibi_bias", lambda n, t_q, t_k: signed(n, t_q, t_k).double()),
+    ],
+)
+def test_without_an_input_the_dtype_is_said(name, answer):
+    message = evaluate(answer, name).message
+    assert "must be float32" in message
+    assert "input" not in message.split("Hint")[0]
 
 
 # What must fit together ---------------------------------------------------------------

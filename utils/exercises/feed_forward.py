@@ -15,6 +15,32 @@ from utils.probe import probe, strided
 
 # Activations -----------------------------------------------------------------------
 
+
+def keeps_float64(answer, t, oracle):
+    """float64 in, float64 out, and its digits too: what loses them is told apart."""
+    x = probe(7, seed=2, dtype=torch.float64)
+    actual = t.call(answer, x)
+    expected = oracle(x)
+    if (
+        isinstance(actual, torch.Tensor)
+        and actual.dtype == x.dtype
+        and actual.shape == x.shape
+    ):
+        error = (actual - expected).abs().max().item()
+        t.true(
+            not 1e-11 < error < 1e-6,
+            "float64 came in, and the result has the digits of float32 "
+            f"(largest difference {error:.0e}). Something on the way is float32: cast "
+            "up from half precision alone, or compute in the dtype of x.",
+        )
+        t.true(
+            not 1e-6 <= error < 1e-4,
+            f"The result is right to a few digits only (largest difference {error:.0e} "
+            "in float64): a constant in it has too few. `math` has it to all digits.",
+        )
+    t.close(actual, expected, like=x)
+
+
 silu = Exercise("silu", lesson="feed_forward")
 
 
@@ -22,12 +48,17 @@ silu = Exercise("silu", lesson="feed_forward")
 def _(answer, t):
     t.agrees(answer, F.silu, probe(3, 5, scale=2))
     t.agrees(answer, F.silu, probe(2, 3, 4, seed=1, scale=4))
-    t.agrees(answer, F.silu, probe(7, seed=2, dtype=torch.float64))
+
+
+@silu.requires("float64 comes back as float64, with its digits")
+def _(answer, t):
+    keeps_float64(answer, t, F.silu)
 
 
 @silu.requires(
     "large numbers give no NaN and no infinity",
-    "Which of your intermediate results leaves the range of float32?",
+    "Which of your intermediate results leaves the range of float32, or is cut off so "
+    "that it does not? A number that is cut off inside gives another value.",
 )
 def _(answer, t):
     x = torch.tensor([-1000.0, -200, -95, -89, -20, 0, 20, 89, 95, 200, 1000])
@@ -96,6 +127,18 @@ silu.fault(
     "x is multiplied by its tanh. Both run from one level to another, but the "
     "sigmoid goes from 0 to 1 and tanh from −1 to 1.",
     lambda x: x * torch.tanh(x),
+)
+silu.fault(
+    "python_function",
+    "`math` works on single numbers. `torch` has functions of the same names that take "
+    "every number of a tensor.",
+    lambda x: x / (1 + math.exp(-x)),
+)
+silu.fault(
+    "twice_the_slope",
+    "The factor is ½(1 + tanh x). That is the sigmoid of 2x; the sigmoid of x has "
+    "tanh(x/2).",
+    lambda x: 0.5 * x * (1 + torch.tanh(x)),
 )
 silu.fault(
     "wrong_sign",
@@ -177,7 +220,14 @@ gelu = Exercise("gelu", lesson="feed_forward")
 def _(answer, t):
     t.agrees(answer, F.gelu, probe(3, 5, scale=2))
     t.agrees(answer, F.gelu, probe(2, 3, 4, seed=1, scale=3))
-    t.agrees(answer, F.gelu, probe(7, seed=2, dtype=torch.float64))
+
+
+@gelu.requires(
+    "float64 comes back as float64, with its digits",
+    "A root that is typed as 1.4142 has five digits; `math` knows sixteen.",
+)
+def _(answer, t):
+    keeps_float64(answer, t, F.gelu)
 
 
 @gelu.requires("large numbers give no NaN and no infinity")
@@ -237,6 +287,35 @@ gelu.fault(
     lambda x: 0.5 * x * (1 + torch.erf(x / 2)),
 )
 gelu.fault(
+    "python_function",
+    "`math.erf` works on single numbers. `torch` has a function of the same name that "
+    "takes every number of a tensor.",
+    lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+)
+gelu.fault(
+    "tanh_without_cube",
+    "tanh(√(2/π)·x) stands for erf. It has the right slope at 0 and is too low behind; "
+    "the paper's tanh form adds a cube, and the exact function has erf itself.",
+    lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * x)),
+)
+gelu.fault(
+    "root_of_three_decimals",
+    "The root of 2 is written as 1.414. float32 has seven digits, and a constant should "
+    "have them too: `math.sqrt(2)`.",
+    lambda x: 0.5 * x * (1 + torch.erf(x / 1.414)),
+)
+gelu.fault(
+    "root_of_four_decimals",
+    "The root of 2 is written as 1.4142. float32 has seven digits, and a constant should "
+    "have them too: `math.sqrt(2)`.",
+    lambda x: 0.5 * x * (1 + torch.erf(x / 1.4142)),
+)
+gelu.fault(
+    "erf_outside",
+    "x/2 and erf are added. The bracket is missing: x multiplies erf as well.",
+    lambda x: 0.5 * x + torch.erf(x / math.sqrt(2)),
+)
+gelu.fault(
     "no_half",
     "It is twice too large: 1 + erf goes from 0 to 2, a probability from 0 to 1.",
     lambda x: x * (1 + torch.erf(x / math.sqrt(2))),
@@ -282,8 +361,8 @@ gelu.fault(
 )
 gelu.fault(
     "constant_on_the_cpu",
-    "A constant is made as a tensor on the CPU, where the input may be on a GPU. A "
-    "Python number belongs to no device.",
+    "A constant is made as a float32 tensor on the CPU, where the input may be on a GPU, "
+    "or float64. A Python number belongs to no device and has all digits.",
     lambda x: 0.5 * x * (1 + torch.erf(x / torch.tensor([2.0]).sqrt().to(x.dtype))),
 )
 
@@ -469,6 +548,65 @@ def as_it_should(self, x):
     return self.w_2(self.activation(self.w_1(x)))
 
 
+def three_sizes(x):
+    _b, _t, _d = x.shape
+    return x
+
+
+@feed_forward.fault(
+    "one_bias",
+    "One of the maps has a bias, `nn.Linear`'s default. This course's maps have none.",
+)
+class _(two_layers(as_it_should)):
+    def __init__(self, d_model, d_ff, activation):
+        super().__init__(d_model, d_ff, activation)
+        self.w_2 = nn.Linear(d_ff, d_model)
+
+
+@feed_forward.fault(
+    "one_bias_above",
+    "One of the maps has a bias, `nn.Linear`'s default. This course's maps have none.",
+)
+class _(two_layers(as_it_should)):
+    def __init__(self, d_model, d_ff, activation):
+        super().__init__(d_model, d_ff, activation)
+        self.w_1 = nn.Linear(d_model, d_ff)
+
+
+@feed_forward.fault(
+    "matrices_as_printed",
+    "The matrices are parameters of your own, in the shape of the formula, d_model × "
+    "d_ff. `nn.Linear` stores the transpose and multiplies by it; weights that are "
+    "loaded come in its shape.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, d_ff, activation):
+        super().__init__()
+        self.w_1 = nn.Parameter(torch.randn(d_model, d_ff))
+        self.w_2 = nn.Parameter(torch.randn(d_ff, d_model))
+        self.activation = activation
+
+    def forward(self, x):
+        return self.activation(x @ self.w_1) @ self.w_2
+
+
+@feed_forward.fault(
+    "no_parameters",
+    "PyTorch finds no parameters. It looks neither into a Python list nor at plain "
+    "tensors, so these weights are not trained, saved or moved: assign each map to "
+    "`self` as an `nn.Linear`.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, d_ff, activation):
+        super().__init__()
+        up = nn.Linear(d_model, d_ff, bias=False)
+        self.maps = [up, nn.Linear(d_ff, d_model, bias=False)]
+        self.activation = activation
+
+    def forward(self, x):
+        return self.maps[1](self.activation(self.maps[0](x)))
+
+
 feed_forward.fault(
     "biases",
     "Each map has a bias, `nn.Linear`'s default. This course's maps have none; the "
@@ -581,9 +719,18 @@ feed_forward.fault(
     "three_dimensions_only",
     "It reads exactly three sizes from the shape of x. A single vector, or a batch of "
     "batches, is a stream too: the last dimension is all that matters.",
-    two_layers(
-        lambda self, x: as_it_should(self, x.view(len(x), x.size(1), x.size(2)))
-    ),
+    two_layers(lambda self, x: as_it_should(self, three_sizes(x))),
+)
+feed_forward.fault(
+    "second_dimension_asked_for",
+    "It asks x for a dimension 1. A single vector `(d_model,)` has none: the last "
+    "dimension is all that matters, and all others stay as they are.",
+    two_layers(lambda self, x: as_it_should(self, x.transpose(0, 1)).transpose(0, 1)),
+)
+feed_forward.fault(
+    "input_detached",
+    "The input is cut from the graph: the network learns, and nothing before it does.",
+    two_layers(lambda self, x: as_it_should(self, x.detach())),
 )
 feed_forward.fault(
     "detached",
@@ -918,6 +1065,65 @@ swiglu.fault(
     ),
 )
 swiglu.fault(
+    "silu_of_the_input",
+    "SiLU is taken of x before `w_1`. It belongs around `w_1`'s result.",
+    three_maps(lambda self, x: self.w_2(self.w_1(F.silu(x)) * self.w_3(x))),
+)
+swiglu.fault(
+    "gate_twice",
+    "`w_1`'s result is the gate and is multiplied by itself; `w_3` is never used.",
+    hidden_by(lambda gate, up: F.silu(gate) * gate),
+)
+swiglu.fault(
+    "up_twice",
+    "`w_3`'s result is gate and up at once; `w_1` is never used.",
+    hidden_by(lambda gate, up: F.silu(up) * up),
+)
+swiglu.fault(
+    "minus_the_gate",
+    "SiLU is taken of minus the gate, so that it opens where it should shut.",
+    hidden_by(lambda gate, up: F.silu(-gate) * up),
+)
+swiglu.fault(
+    "flattened",
+    "Batch and time are merged into one dimension and not taken apart again.",
+    three_maps(
+        lambda self, x: self.w_2(
+            right_hidden(*(w(x.flatten(0, -2)) for w in (self.w_1, self.w_3)))
+        )
+    ),
+)
+swiglu.fault(
+    "three_dimensions_only",
+    "It reads exactly three sizes from the shape of x. A single vector, or a batch of "
+    "batches, is a stream too: the last dimension is all that matters.",
+    three_maps(
+        lambda self, x: self.w_2(right_hidden(self.w_1(three_sizes(x)), self.w_3(x)))
+    ),
+)
+swiglu.fault(
+    "cast_to_float32",
+    "The input is cast to float32, so that the module fails once its weights are "
+    "another dtype, and the stream's dtype is lost.",
+    three_maps(
+        lambda self, x: self.w_2(right_hidden(self.w_1(x.float()), self.w_3(x.float())))
+    ),
+)
+swiglu.fault(
+    "input_detached",
+    "The input is cut from the graph: the network learns, and nothing before it does.",
+    three_maps(
+        lambda self, x: self.w_2(
+            right_hidden(self.w_1(x.detach()), self.w_3(x.detach()))
+        )
+    ),
+)
+swiglu.fault(
+    "up_detached",
+    "Up is cut from the graph: `w_3` gets no gradient and never learns.",
+    hidden_by(lambda gate, up: F.silu(gate) * up.detach()),
+)
+swiglu.fault(
     "dropout",
     "Dropout sets hidden numbers to zero in training. None is asked for here.",
     three_maps(
@@ -971,6 +1177,75 @@ swiglu.fault(
 class _(hidden_by(right_hidden)):
     def __init__(self, d_model, d_ff):
         super().__init__(d_model, 2 * d_ff // 3)
+
+
+@swiglu.fault(
+    "one_bias",
+    "The way down has a bias, `nn.Linear`'s default. This course's maps have none.",
+)
+class _(hidden_by(right_hidden)):
+    def __init__(self, d_model, d_ff):
+        super().__init__(d_model, d_ff)
+        self.w_2 = nn.Linear(d_ff, d_model)
+
+
+@swiglu.fault(
+    "matrices_as_printed",
+    "The matrices are parameters of your own, in the shape of the formula, d_model × "
+    "d_ff. `nn.Linear` stores the transpose and multiplies by it; weights that are "
+    "loaded come in its shape.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.w_1 = nn.Parameter(torch.randn(d_model, d_ff))
+        self.w_3 = nn.Parameter(torch.randn(d_model, d_ff))
+        self.w_2 = nn.Parameter(torch.randn(d_ff, d_model))
+
+    def forward(self, x):
+        return right_hidden(x @ self.w_1, x @ self.w_3) @ self.w_2
+
+
+@swiglu.fault(
+    "rounded_inside",
+    "d_ff is rounded up to a multiple of 32 inside. `swiglu_width` does that for the "
+    "caller; here d_ff is taken as it is.",
+)
+class _(hidden_by(right_hidden)):
+    def __init__(self, d_model, d_ff):
+        super().__init__(d_model, -(-d_ff // 32) * 32)
+
+
+@swiglu.fault(
+    "gate_and_up_in_one",
+    "Gate and up are one matrix with twice the rows. That is fast, and many models do "
+    "it; here their weights are loaded under two names, `w_1` and `w_3`.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.w_1 = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.w_2 = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x):
+        return self.w_2(right_hidden(*self.w_1(x).chunk(2, -1)))
+
+
+@swiglu.fault(
+    "no_parameters",
+    "PyTorch finds no parameters. It looks neither into a Python list nor at plain "
+    "tensors, so these weights are not trained, saved or moved: assign each map to "
+    "`self` as an `nn.Linear`.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        pairs = ((d_model, d_ff), (d_model, d_ff), (d_ff, d_model))
+        self.maps = [nn.Linear(*pair, bias=False) for pair in pairs]
+
+    def forward(self, x):
+        gate, up, down = self.maps
+        return down(right_hidden(gate(x), up(x)))
 
 
 @swiglu.fault("widths_exchanged", "d_model and d_ff have changed places.")
@@ -1120,6 +1395,24 @@ width.fault(
     "multiple_ignored",
     "It is rounded to a multiple of 32 whatever `multiple_of` says.",
     lambda d_model, multiple_of=32: exact_width(d_model),
+)
+width.fault(
+    "number_of_multiples",
+    "This is how many multiples are needed. The width is that many times `multiple_of`.",
+    lambda d_model, multiple_of=32: -(-8 * d_model // (3 * multiple_of)),
+)
+width.fault(
+    "added_bits",
+    "The rounding sets the lowest bits to 0, which works for powers of two alone. "
+    "`multiple_of` may be any number.",
+    lambda d_model, multiple_of=32: (
+        (math.ceil(Fraction(8 * d_model, 3)) + multiple_of - 1) & -multiple_of
+    ),
+)
+width.fault(
+    "default_64",
+    "The default of `multiple_of` is 64; here it is 32.",
+    lambda d_model, multiple_of=64: exact_width(d_model, multiple_of),
 )
 width.fault(
     "other_default",

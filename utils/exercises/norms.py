@@ -107,9 +107,12 @@ def _(answer, t):
         t.agrees(answer, true_layer_norm, x, weight, bias)
         x = probe(2, 3, 40, seed=25, scale=900, dtype=dtype)
         t.agrees(answer, true_layer_norm, x, weight, bias)
-    weight, bias = weight.half(), bias.half()
-    x = probe(3, 40, seed=26, shift=1000, scale=4, dtype=torch.float16)
-    t.agrees(answer, true_layer_norm, x, weight, bias)
+    # With a large mean, what the rounding of x did is no excuse: x is given.
+    for dtype, shift, scale in ((torch.float16, 1000, 4), (torch.bfloat16, 100, 0.5)):
+        x = probe(3, 40, seed=26, shift=shift, scale=scale, dtype=dtype)
+        weight, bias = weight.to(dtype), bias.to(dtype)
+        expected = true_layer_norm(x.double(), weight.double(), bias.double())
+        t.close(t.call(answer, x, weight, bias), expected, like=x)
 
 
 @layer_norm.requires("float64 comes back as float64, and memory may lie apart")
@@ -250,6 +253,63 @@ def _(x, weight, bias, eps=1e-5):
 
 
 @layer_norm.fault(
+    "dim_2",
+    "The statistics are taken over dimension 2, which is the last one of a stream "
+    "`(B, T, D)` alone. Count from the end.",
+)
+def _(x, weight, bias, eps=1e-5):
+    return layer_norm_with(x, weight, bias, eps, dim=2)
+
+
+@layer_norm.fault(
+    "dimension_lost",
+    "Mean and variance have lost the last dimension: `(B, T)` does not line up with "
+    "`(B, T, D)`, or lines up with the wrong one. Keep a 1 in its place.",
+)
+def _(x, weight, bias, eps=1e-5):
+    x32 = x.float()
+    centred = x32 - x32.mean(-1)
+    variance = x32.var(-1, unbiased=False)
+    return (centred * (variance + eps).rsqrt() * weight + bias).to(x.dtype)
+
+
+@layer_norm.fault(
+    "sum_for_mean",
+    "The squares are summed, not averaged. The vector then has length 1 whatever its "
+    "width, and every value is smaller by the root of D.",
+)
+def _(x, weight, bias, eps=1e-5):
+    x32 = x.float()
+    centred = x32 - x32.mean(-1, keepdim=True)
+    total = centred.square().sum(-1, keepdim=True)
+    return (centred * (total + eps).rsqrt() * weight + bias).to(x.dtype)
+
+
+@layer_norm.fault(
+    "mean_of_sizes",
+    "It divides by the mean of the absolute values. The standard deviation is the root "
+    "of a mean of squares.",
+)
+def _(x, weight, bias, eps=1e-5):
+    x32 = x.float()
+    centred = x32 - x32.mean(-1, keepdim=True)
+    spread = centred.abs().mean(-1, keepdim=True)
+    return (centred / (spread + eps) * weight + bias).to(x.dtype)
+
+
+@layer_norm.fault(
+    "eps_as_a_floor",
+    "eps is used as the least value that is allowed. It is added, so that the function "
+    "has no kink.",
+)
+def _(x, weight, bias, eps=1e-5):
+    x32 = x.float()
+    centred = x32 - x32.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True).clamp(min=eps)
+    return (centred * variance.rsqrt() * weight + bias).to(x.dtype)
+
+
+@layer_norm.fault(
     "mean_not_subtracted",
     "The mean goes into the variance but is not subtracted from x.",
 )
@@ -303,6 +363,26 @@ def _(x, weight, bias, eps=1e-5):
 
 
 @layer_norm.fault(
+    "weight_and_bias_exchanged",
+    "Weight and bias have changed places: the weight multiplies, the bias is added.",
+)
+def _(x, weight, bias, eps=1e-5):
+    return layer_norm_with(x, bias, weight, eps)
+
+
+@layer_norm.fault(
+    "mean_square_for_variance",
+    "The mean is subtracted from x, but the squares are those of x as it came. The "
+    "variance is the mean of the squares of what is left after that.",
+)
+def _(x, weight, bias, eps=1e-5):
+    x32 = x.float()
+    mean_square = x32.square().mean(-1, keepdim=True)
+    centred = x32 - x32.mean(-1, keepdim=True)
+    return (centred * (mean_square + eps).rsqrt() * weight + bias).to(x.dtype)
+
+
+@layer_norm.fault(
     "weight_plus_one",
     "The factor is 1 + weight. Some models store their weights that way; here the "
     "weight is the factor itself, and starts at 1.",
@@ -350,6 +430,20 @@ def _(x, weight, bias, eps=1e-5):
     centred = x - x.mean(-1, keepdim=True)
     variance = (centred * centred).mean(-1, keepdim=True)
     return centred * torch.rsqrt(variance + eps) * weight + bias
+
+
+@layer_norm.fault(
+    "mean_in_half",
+    "The mean is computed, or subtracted, in half precision, and only the rest in "
+    "float32. A mean near 1000 is then rounded to halves, and every number of the vector "
+    "is off by what was lost: cast first.",
+)
+def _(x, weight, bias, eps=1e-5):
+    half = x.dtype in HALF
+    centred = (x if half else x.float()) - x.mean(-1, keepdim=True)
+    centred = centred.float()
+    variance = centred.square().mean(-1, keepdim=True)
+    return (centred * torch.rsqrt(variance + eps) * weight + bias).to(x.dtype)
 
 
 @layer_norm.fault(
@@ -634,6 +728,37 @@ def _(x, weight, eps=1e-6):
     return rms_norm_with(x, weight, eps, dim=1)
 
 
+@rms_norm.fault(
+    "dim_2",
+    "The mean runs along dimension 2, which is the last one of a stream `(B, T, D)` "
+    "alone. Count from the end.",
+)
+def _(x, weight, eps=1e-6):
+    return rms_norm_with(x, weight, eps, dim=2)
+
+
+@rms_norm.fault(
+    "dimension_lost",
+    "The mean square has lost the last dimension: `(B, T)` does not line up with "
+    "`(B, T, D)`, or lines up with the wrong one. Keep a 1 in its place.",
+)
+def _(x, weight, eps=1e-6):
+    x32 = x.float()
+    mean_square = x32.square().mean(-1)
+    return (x32 * (mean_square + eps).rsqrt() * weight).to(x.dtype)
+
+
+@rms_norm.fault(
+    "square_of_the_mean",
+    "The mean is squared. It is the mean of the squares: square first, or positive and "
+    "negative numbers cancel.",
+)
+def _(x, weight, eps=1e-6):
+    x32 = x.float()
+    square = x32.mean(-1, keepdim=True).square()
+    return (x32 * (square + eps).rsqrt() * weight).to(x.dtype)
+
+
 @rms_norm.fault("root_missing", "It divides by the mean square; the root is missing.")
 def _(x, weight, eps=1e-6):
     x32 = x.float()
@@ -819,7 +944,12 @@ def _(answer, t):
     def oracle(x, weight, made):
         return true_rms_norm(x, weight)
 
-    t.gradients_agree(through, oracle, x, weight, t.call(answer, 5))
+    norm = t.call(answer, 5)
+    t.true(
+        all(each.requires_grad for each in norm.parameters()),
+        "The weight asks for no gradient: training will leave it as it is.",
+    )
+    t.gradients_agree(through, oracle, x, weight, norm)
 
 
 @module.requires("two norms share nothing, and all of it moves with the model")
@@ -871,7 +1001,51 @@ class _(WrongNorm):
 )
 class _(WrongNorm):
     def first(self, d_model):
-        return probe(d_model)
+        return torch.randn(d_model)
+
+
+@module.fault(
+    "one_plus_the_weight",
+    "The factor is 1 + weight, with a weight that starts at zeros. Some models store "
+    "their weights that way; here the weight is the factor itself.",
+)
+class _(WrongNorm):
+    def first(self, d_model):
+        return torch.zeros(d_model)
+
+    def forward(self, x):
+        return rms_norm_with(x, 1 + self.weight, self.eps)
+
+
+@module.fault(
+    "residual_inside",
+    "The input is added to the result. The next exercises add it, outside; here it would "
+    "count twice.",
+)
+class _(WrongNorm):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+@module.fault(
+    "frozen",
+    "The weight does not ask for a gradient (`requires_grad=False`), so it stays at ones.",
+)
+class _(WrongNorm):
+    def __init__(self, d_model, eps=1e-6):
+        super().__init__(d_model, eps)
+        self.weight.requires_grad_(False)
+
+
+@module.fault(
+    "three_dimensions_only",
+    "It reads exactly three sizes from the shape of x. A single vector, or a batch of "
+    "batches, is a stream too: the last dimension is all that matters.",
+)
+class _(WrongNorm):
+    def forward(self, x):
+        _b, _t, _d = x.shape
+        return super().forward(x)
 
 
 @module.fault(
@@ -1124,6 +1298,15 @@ def require_the_same_of(exercise, oracle, norm_first, formula):
     )
     def _(answer, t):
         x = probe(2, 3, 5, seed=17)
+
+        def with_weight(step):
+            def through(x, sublayer_weight):
+                return step(x, lambda h: torch.tanh(h @ sublayer_weight), any_norm)
+
+            return through
+
+        weight = probe(5, 5, seed=19)
+        t.gradients_agree(with_weight(answer), with_weight(oracle), x, weight)
         t.gradients_agree(answer, oracle, x, sublayer(18, 5), any_norm)
         t.gradients_agree(answer, oracle, x, torch.sigmoid, torch.tanh)
 
@@ -1153,6 +1336,10 @@ AVERAGED = (
 )
 CUT_BRANCH = (
     "The sublayer's result is cut from the graph, so the sublayer never learns."
+)
+CUT_INPUT = (
+    "What the sublayer gets is cut from the graph. The sublayer learns, but no gradient "
+    "goes back through it to the layers before."
 )
 CUT_STREAM = (
     "The stream is cut from the graph where it passes the sublayer. The gradient's short "
@@ -1318,6 +1505,11 @@ def _(x, sublayer, norm):
     return x + sublayer(norm(x)).detach()
 
 
+@pre.fault("detached_input", CUT_INPUT)
+def _(x, sublayer, norm):
+    return x + sublayer(norm(x).detach())
+
+
 @pre.fault("detached_stream", CUT_STREAM)
 def _(x, sublayer, norm):
     return x.detach() + sublayer(norm(x))
@@ -1466,6 +1658,11 @@ def _(x, sublayer, norm):
 @post.fault("detached_branch", CUT_BRANCH)
 def _(x, sublayer, norm):
     return norm(x + sublayer(x).detach())
+
+
+@post.fault("detached_input", CUT_INPUT)
+def _(x, sublayer, norm):
+    return norm(x + sublayer(x.detach()))
 
 
 @post.fault("detached_stream", CUT_STREAM)

@@ -9,6 +9,18 @@ from torch import nn
 from utils.exercise import Exercise, Joint
 from utils.probe import probe, strided
 
+
+def in_float32(actual, t, what):
+    """There is no input whose dtype the result could take: say which it must have."""
+    if isinstance(actual, torch.Tensor):
+        t.true(
+            actual.dtype == torch.float32,
+            f"{what} must be float32, but is {str(actual.dtype).removeprefix('torch.')}: "
+            "convert it at the end.",
+        )
+    return actual
+
+
 # sinusoidal ---------------------------------------------------------------------------
 
 sinusoidal = Exercise("sinusoidal", lesson="positions")
@@ -27,7 +39,8 @@ def wave_table(t, d_model):
 
 def _compare_waves(answer, t, n, d_model):
     expected = wave_table(n, d_model)
-    t.close(t.call(answer, n, d_model), expected, "the table", like=expected.float())
+    actual = in_float32(t.call(answer, n, d_model), t, "the table")
+    t.close(actual, expected, "the table", like=expected.float())
 
 
 @sinusoidal.requires(
@@ -50,6 +63,16 @@ def _(answer, t):
 def _(answer, t):
     for n, d_model in ((3, 10), (1, 6), (23, 4), (1500, 6)):
         _compare_waves(answer, t, n, d_model)
+
+
+@sinusoidal.requires("the table is fixed: it asks for no gradient")
+def _(answer, t):
+    table = t.call(answer, 4, 14)
+    t.true(
+        not table.requires_grad,
+        "The table asks for a gradient, as a parameter does. This one is computed, not "
+        "learnt: return a plain tensor.",
+    )
 
 
 @sinusoidal.requires(
@@ -133,6 +156,79 @@ def _(t, d_model):
     return torch.where(j % 2 == 0, angles.sin(), angles.cos())
 
 
+@sinusoidal.fault(
+    "two_for_each_column",
+    "Every column has a frequency of its own, and twice the exponent: the formula's 2i "
+    "was filled in with the number of the column. i counts pairs, so columns 2i and "
+    "2i + 1 share the frequency of 2i.",
+)
+def _(t, d_model):
+    if d_model % 2:
+        raise ValueError(f"d_model {d_model} is odd")
+    j = torch.arange(d_model)
+    angles = torch.arange(t)[:, None] * 10_000.0 ** (-2 * j / d_model)
+    return torch.where(j % 2 == 0, angles.sin(), angles.cos())
+
+
+@sinusoidal.fault(
+    "stretched_to_the_end",
+    "The frequencies run all the way down to 1/10000, dividing by one less than the "
+    "number of pairs. The formula divides by d_model.",
+)
+def _(t, d_model):
+    return _waves(t, d_model, power=lambda i: -i / max(d_model // 2 - 1, 1))
+
+
+@sinusoidal.fault(
+    "sine_twice",
+    "Both columns of a pair hold the sine. The second one is the cosine, so that the "
+    "pair is the tip of a clock hand.",
+)
+def _(t, d_model):
+    return _waves(t, d_model)[:, 0::2].repeat_interleave(2, -1)
+
+
+@sinusoidal.fault(
+    "reshaped_across_rows",
+    "Sines and cosines are put side by side in front of the positions and then reshaped, "
+    "so that numbers of different positions share a row. The new dimension must be the "
+    "last one.",
+)
+def _(t, d_model):
+    table = _waves(t, d_model)
+    return torch.stack((table[:, 0::2], table[:, 1::2])).reshape(t, d_model)
+
+
+@sinusoidal.fault(
+    "fixed_length",
+    "The table has a fixed number of rows, and a longer one is cut off there. Make as "
+    "many as are asked for.",
+)
+def _(t, d_model):
+    return _waves(512, d_model)[:t]
+
+
+_waves_kept: dict = {}
+
+
+@sinusoidal.fault(
+    "cached_table",
+    "A table from an earlier call is used again although more rows are asked for.",
+)
+def _(t, d_model):
+    if d_model not in _waves_kept:
+        _waves_kept[d_model] = _waves(t, d_model)
+    return _waves_kept[d_model][:t]
+
+
+@sinusoidal.fault(
+    "parameter",
+    "The table is a parameter, so an optimiser would change it. Sinusoids are not learnt.",
+)
+def _(t, d_model):
+    return nn.Parameter(_waves(t, d_model))
+
+
 @sinusoidal.fault("from_one", "The first row is position 1. Positions count from 0.")
 def _(t, d_model):
     return _waves(t, d_model, first=1)
@@ -180,6 +276,17 @@ def _(t, d_model):
 
 
 @sinusoidal.fault(
+    "odd_cut_off",
+    "An odd d_model goes through, and the last sine has no cosine. Refuse it.",
+)
+def _(t, d_model):
+    angles = torch.arange(t)[:, None] * 10_000.0 ** (
+        -torch.arange(0, d_model, 2) / d_model
+    )
+    return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[:, :d_model]
+
+
+@sinusoidal.fault(
     "odd_accepted",
     "An odd d_model goes through, and one column has no partner. Refuse it.",
 )
@@ -207,7 +314,11 @@ def _(answer, t):
     t.parameter_count(module, 35)
 
 
-@learned.requires("positions (T,) give their rows of the table, in order")
+@learned.requires(
+    "positions (T,) give their rows of the table, in order",
+    "The rows are numbered from 0 to max_len − 1, and the last one is a row like any "
+    "other.",
+)
 def _(answer, t):
     module, table = _with_table(answer, t, 7, 5)
     for positions in (torch.arange(4), torch.arange(7), torch.tensor([5, 2, 2, 6])):
@@ -217,8 +328,11 @@ def _(answer, t):
 @learned.requires("positions (B, T) give (B, T, d_model), each row its own")
 def _(answer, t):
     module, table = _with_table(answer, t, 9, 4, seed=1)
-    positions = torch.tensor([[0, 1, 2], [4, 5, 8]])
-    t.close(t.call(module, positions), table[positions], like=table)
+    for positions in ([[0, 1, 2], [4, 5, 8]], [[3], [7]], [[6, 2, 8]]):
+        positions = torch.tensor(positions)
+        t.close(t.call(module, positions), table[positions], like=table)
+    for positions in (torch.tensor([5]), torch.tensor([[5]])):  # one token at a time
+        t.close(t.call(module, positions), table[positions], like=table)
 
 
 @learned.requires(
@@ -279,12 +393,12 @@ def _(answer, t):
 @learned.requires("each row that was used gets a gradient, counted as often as used")
 def _(answer, t):
     module, table = _with_table(answer, t, 6, 3)
-    result = t.call(module, torch.tensor([[1, 4], [4, 5]]))
+    result = t.call(module, torch.tensor([[0, 4], [4, 5]]))
     t.true(
         result.requires_grad, "No gradient reaches the table: nothing can be learnt."
     )
     (gradient,) = torch.autograd.grad(result.sum(), list(module.parameters()))
-    expected = torch.tensor([0.0, 1, 0, 0, 2, 1])[:, None].expand(6, 3)
+    expected = torch.tensor([1.0, 0, 0, 0, 2, 1])[:, None].expand(6, 3)
     t.close(gradient, expected, "the gradient of `table`", like=table)
 
 
@@ -345,6 +459,32 @@ class _(_Learned):
             if position >= self.max_len:
                 raise ValueError(f"{position} is outside the table of {self.max_len}")
         return self.table.weight[positions]
+
+
+@learned.fault(
+    "lower_end_unchecked",
+    "Positions past the end are refused, negative ones are not: `nn.Embedding` stops "
+    "with “index out of range in self”, on a GPU with the whole process. Look at both "
+    "ends.",
+)
+class _(_Learned):
+    def forward(self, positions):
+        for position in positions.flatten().tolist():
+            if position >= self.max_len:
+                raise ValueError(f"{position} is outside the table of {self.max_len}")
+        return self.table(positions)
+
+
+@learned.fault(
+    "compared_as_one_number",
+    "`if` wants one answer, and a comparison of a tensor gives one for each position. "
+    "Ask whether it holds for `any()` of them.",
+)
+class _(_Learned):
+    def forward(self, positions):
+        if positions < 0 or positions >= self.max_len:
+            raise ValueError(f"{positions} is outside the table of {self.max_len}")
+        return self.table(positions)
 
 
 @learned.fault(
@@ -422,7 +562,38 @@ class _(_Learned):
 class _(_Learned):
     def __init__(self, max_len, d_model):
         super().__init__(max_len, d_model)
-        self.table = nn.Embedding(max_len, d_model, padding_idx=1)
+        self.table = nn.Embedding(max_len, d_model, padding_idx=0)
+
+
+@learned.fault(
+    "no_gradient",
+    "The rows are read through `.data`, `detach()` or `no_grad`, or the table does not "
+    "ask for a gradient: it stays as it was made.",
+)
+class _(_Learned):
+    def forward(self, positions):
+        return super().forward(positions).detach()
+
+
+@learned.fault(
+    "squeezed",
+    "Dimensions of size 1 are dropped: for one position, or a batch of one, the result "
+    "has too few dimensions. In generation there is one position at a time.",
+)
+class _(_Learned):
+    def forward(self, positions):
+        return super().forward(positions.squeeze())
+
+
+@learned.fault(
+    "relative_to_the_first",
+    "Positions are counted from the first one that is asked for, or from the smallest. "
+    "Each is the number of a row of the table.",
+)
+class _(_Learned):
+    def forward(self, positions):
+        super().forward(positions)
+        return self.table(positions - positions.min())
 
 
 # rope ---------------------------------------------------------------------------------
@@ -468,6 +639,7 @@ def _(answer, t):
     t.agrees(answer, turned, probe(2, 7, 4, seed=2), torch.arange(7))
     t.agrees(answer, turned, probe(2, 3, 5, 6, seed=3), torch.arange(5))
     t.agrees(answer, turned, probe(2, 4, 4, 6, seed=3), torch.arange(4))
+    t.agrees(answer, turned, probe(2, 3, 2, 5, 4, seed=3), torch.arange(5))
 
 
 @rope.requires(
@@ -500,6 +672,7 @@ def _(answer, t):
     t.agrees(answer, turned, probe(2, 5, 8, seed=7), positions)
     t.agrees(answer, turned, probe(2, 3, 5, 8, seed=8), positions)
     t.agrees(answer, turned, probe(2, 2, 5, 8, seed=8), positions)
+    t.agrees(answer, turned, probe(2, 3, 2, 5, 4, seed=8), positions)
 
 
 @rope.requires("another base, given by name or by place")
@@ -507,6 +680,7 @@ def _(answer, t):
     x, positions = probe(3, 6, 10, seed=9), torch.arange(6) + 3
     t.agrees(answer, turned, x, positions, base=500.0)
     t.agrees(answer, turned, x, positions, 100_000.0)
+    t.agrees(answer, turned, x=x, positions=positions, base=500.0)
 
 
 @rope.requires(
@@ -528,12 +702,20 @@ def _(answer, t):
         t.agrees(answer, turned, x, positions)
 
 
-@rope.requires("float64 and memory that is not contiguous work too")
+@rope.requires(
+    "memory that is not contiguous works too",
+    "`transpose` moves no number in memory, and some functions count on their order.",
+)
+def _(answer, t):
+    positions = torch.arange(5) + 2
+    t.agrees(answer, turned, probe(2, 5, 3, 8, seed=14).transpose(1, 2), positions)
+    t.agrees(answer, turned, strided(probe(3, 5, 6, seed=13)), positions)
+
+
+@rope.requires("float64 comes back as float64")
 def _(answer, t):
     positions = torch.arange(5) + 2
     t.agrees(answer, turned, probe(3, 5, 6, seed=12).double(), positions)
-    t.agrees(answer, turned, strided(probe(3, 5, 6, seed=13)), positions)
-    t.agrees(answer, turned, probe(2, 5, 3, 8, seed=14).transpose(1, 2), positions)
 
 
 @rope.requires(
@@ -653,6 +835,49 @@ def _(x, positions, base=10_000.0):
 def _(x, positions, base=10_000.0):
     y = _turn(x, _angles(x, positions, base))
     return torch.cat((y[..., 0::2], y[..., 1::2]), -1)
+
+
+@rope.fault(
+    "halves_put_together_as_neighbours",
+    "Two conventions are mixed: the halves are turned as pairs, and the results are put "
+    "back as neighbours. Take the pairs from where they are put back.",
+)
+def _(x, positions, base=10_000.0):
+    angles = _angles(x, positions, base)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, -1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x)
+
+
+@rope.fault(
+    "sine_and_cosine_exchanged",
+    "Sine and cosine have changed places. At position 0 the angle is 0 and x must stay "
+    "as it is: each number is multiplied by the cosine, its partner by the sine.",
+)
+def _(x, positions, base=10_000.0):
+    angles = _angles(x, positions, base)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * sin - b * cos, a * cos + b * sin), -1).flatten(-2).to(x)
+
+
+@rope.fault(
+    "other_default",
+    "The base is 500,000 where the caller gives none, as in Llama 3; here it is 10,000.",
+)
+def _(x, positions, base=500_000.0):
+    return _turn(x, _angles(x, positions, base))
+
+
+@rope.fault(
+    "batch_taken_for_granted",
+    "Positions (T,) are repeated for every row of a batch, and x need not have one: its "
+    "first dimension may be time.",
+)
+def _(x, positions, base=10_000.0):
+    if positions.dim() == 1:
+        positions = positions[None].expand(x.shape[0], -1)
+    return _turn(x, _angles(x, positions, base))
 
 
 @rope.fault(
@@ -799,6 +1024,42 @@ def _(x, positions, base=10_000.0):
 
 
 @rope.fault(
+    "always_for_heads",
+    "Positions (B, T) get one more dimension after B whatever x has. That is right for "
+    "heads (B, H, T, d_head); a stream (B, T, d_head) gets a batch of batches. How many "
+    "dimensions stand between B and T is a question to x.",
+)
+def _(x, positions, base=10_000.0):
+    _even(x)
+    pairs = torch.arange(0, x.shape[-1], 2, device=x.device)
+    angles = positions[..., None].float() * base ** (-pairs / x.shape[-1])
+    return _turn(x, angles[:, None] if positions.dim() == 2 else angles)
+
+
+@rope.fault(
+    "one_dimension_between",
+    "Positions (B, T) get one dimension of size 1 between B and T, which is right for "
+    "(B, H, T, d_head) alone. With two dimensions there, B meets the first of them.",
+)
+def _(x, positions, base=10_000.0):
+    _even(x)
+    pairs = torch.arange(0, x.shape[-1], 2, device=x.device)
+    angles = positions[..., None].float() * base ** (-pairs / x.shape[-1])
+    several = positions.dim() == 2 and x.dim() > 3
+    return _turn(x, angles[:, None] if several else angles)
+
+
+@rope.fault(
+    "four_dimensions_only",
+    "It reads exactly four sizes from the shape of x. Time and d_head are the last two, "
+    "and any number of dimensions may stand before them, or none.",
+)
+def _(x, positions, base=10_000.0):
+    _batch, _heads, _t, _d_head = x.shape
+    return _turn(x, _angles(x, positions, base))
+
+
+@rope.fault(
     "heads_for_time",
     "The positions are laid along the second dimension. That is time while x has "
     "three dimensions, but with heads time is the third: count from the end.",
@@ -866,6 +1127,85 @@ def _(x, positions, base=10_000.0):
 
 
 @rope.fault(
+    "angles_rounded_to_x",
+    "The angle is computed in float32, but rounded to the dtype of x before the sine and "
+    "the cosine are taken. In bfloat16 an angle of 3001 radians becomes 3008. Sine and "
+    "cosine, which are between −1 and 1, may be rounded; the angle may not.",
+)
+def _(x, positions, base=10_000.0):
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    angles = _angles(x, positions, base)
+    return _turn(x, angles.to(x.dtype) if half else angles)
+
+
+@rope.fault(
+    "complex_needs_one_piece",
+    "`view_as_complex` reads two neighbours in memory as one number, and stops where the "
+    "numbers of a head lie apart: `reshape` and `unflatten` do not move them. Make x "
+    "`contiguous()` first.",
+)
+def _(x, positions, base=10_000.0):
+    angles = _angles(x, positions, base)
+    x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    numbers = torch.view_as_complex(x32.unflatten(-1, (-1, 2)))
+    turn = torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(numbers * turn).flatten(-2).to(x.dtype)
+
+
+@rope.fault(
+    "added",
+    "The sines and cosines are added to x, as in the sinusoidal table. Here each pair is "
+    "turned by its angle.",
+)
+def _(x, positions, base=10_000.0):
+    angles = _angles(x, positions, base)
+    return (x + torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)).to(x.dtype)
+
+
+@rope.fault(
+    "multiplied_number_by_number",
+    "Each number is multiplied by one cosine or sine, and its partner has no part in it. "
+    "In a turn both new numbers are made of both old ones.",
+)
+def _(x, positions, base=10_000.0):
+    angles = _angles(x, positions, base)
+    return (x * torch.stack((angles.cos(), angles.sin()), -1).flatten(-2)).to(x.dtype)
+
+
+@rope.fault(
+    "relative_to_the_first",
+    "Positions are counted from the first one that is handed in. With a cache the next "
+    "token would always be the first.",
+)
+def _(x, positions, base=10_000.0):
+    return _turn(x, _angles(x, positions - positions[..., :1], base))
+
+
+@rope.fault(
+    "in_place",
+    "The turned numbers are written into x itself. Whoever handed it over may need it as "
+    "it was.",
+)
+def _(x, positions, base=10_000.0):
+    return x.copy_(_turn(x, _angles(x, positions, base)))
+
+
+@rope.fault(
+    "odd_crash",
+    "With an odd d_head one number has no partner, and the sizes do not match deep "
+    "inside. Refuse it at the door, with a sentence.",
+)
+def _(x, positions, base=10_000.0):
+    d = x.shape[-1]
+    pairs = torch.arange(0, d, 2, device=x.device)
+    angles = positions[..., None].float() * base ** (-pairs / d)
+    if positions.dim() == 2:
+        between = [1] * (x.dim() - 3)
+        angles = angles.reshape(len(positions), *between, *angles.shape[1:])
+    return _turn(x, angles)
+
+
+@rope.fault(
     "float32_returned",
     "The result is float32 whatever came in. Computing in float32 is right; go back to "
     "the dtype of x at the end, or every layer after it runs in float32 too.",
@@ -916,7 +1256,7 @@ def published_slopes(n_heads):
 
 def _compare_slopes(answer, t, n_heads):
     expected = torch.tensor(published_slopes(n_heads), dtype=torch.float64)
-    actual = t.call(answer, n_heads)
+    actual = in_float32(t.call(answer, n_heads), t, "the tensor of slopes")
     what = f"the slopes of {n_heads} heads"
     t.close(actual, expected, what, like=expected.float(), relative=True)
 
@@ -943,7 +1283,7 @@ def _(answer, t):
     "For 12 heads: eight slopes as for 8, then the 1st, 3rd, 5th and 7th as for 16.",
 )
 def _(answer, t):
-    for n_heads in (5, 12, 6, 3, 7, 20, 112):
+    for n_heads in (10, 5, 12, 6, 3, 7, 20, 112):
         _compare_slopes(answer, t, n_heads)
 
 
@@ -1016,6 +1356,39 @@ def _(n_heads):
 
 
 @slopes.fault(
+    "extra_first",
+    "The extra slopes stand in front. First come those of the power of two, then the "
+    "extra ones: a head's weights were trained with its slope.",
+)
+def _(n_heads):
+    below = _below(n_heads)
+    extra = _geometric(2 * below)[0::2][: n_heads - below]
+    return torch.tensor(extra + _geometric(below))
+
+
+@slopes.fault(
+    "power_below_itself",
+    "For a power of two the next smaller one is taken, and the rule for other numbers "
+    "applied. A power of two is its own: for 8 heads it is 8.",
+)
+def _(n_heads):
+    below = (
+        max(_below(n_heads) // 2, 1) if n_heads == _below(n_heads) else _below(n_heads)
+    )
+    return torch.tensor((_geometric(below) + _geometric(2 * below)[0::2])[:n_heads])
+
+
+@slopes.fault(
+    "too_many",
+    "The extra slopes are not cut off: with those of the power of two there are more "
+    "than n_heads.",
+)
+def _(n_heads):
+    below = _below(n_heads)
+    return torch.tensor(_geometric(below) + _geometric(2 * below)[0::2])
+
+
+@slopes.fault(
     "sorted",
     "The right slopes in another order: sorted. A head's weights were trained with its "
     "slope, so the order matters: first those of the power of two, then the extra ones.",
@@ -1041,6 +1414,15 @@ def _(n_heads):
 )
 def _(n_heads):
     return torch.tensor([0.5 ** (h + 1) for h in range(n_heads)])
+
+
+@slopes.fault(
+    "whole_exponents",
+    "8/n is cut off to a whole number, by `//` or `int`. With more than 8 heads it is a "
+    "fraction.",
+)
+def _(n_heads):
+    return torch.tensor([2.0 ** (-(8 // n_heads) * h) for h in range(1, n_heads + 1)])
 
 
 @slopes.fault("reversed", "The slopes come in reverse: the steepest is head 0's.")
@@ -1099,17 +1481,29 @@ def penalties(n_heads, t_q, t_k):
     return expected
 
 
-def _compare_bias(answer, t, n_heads, t_q, t_k):
-    later = torch.arange(t_k) > torch.arange(t_k - t_q, t_k)[:, None]
+def _without_later_keys(answer):
+    """The answer with 0 for keys that the mask hides, wherever its heads stand."""
 
     @functools.wraps(answer)
-    def without_later_keys(n_heads, t_q, t_k):
+    def cleaned(n_heads, t_q, t_k):
         given = answer(n_heads, t_q, t_k)
-        if isinstance(given, torch.Tensor) and given.shape == (n_heads, t_q, t_k):
-            return torch.where(later & ~given.isnan(), torch.zeros_like(given), given)
-        return given
+        if not isinstance(given, torch.Tensor) or given.dim() < 2:
+            return given
+        heads_last = given.shape[-1] != t_k
+        queries = given.shape[0 if heads_last else -2]
+        later = torch.arange(t_k) > torch.arange(t_k - queries, t_k)[:, None]
+        later = later[..., None] if heads_last else later
+        if later.shape[:2] != given.shape[0 if heads_last else -2 :][:2]:
+            return given
+        return torch.where(later & ~given.isnan(), torch.zeros_like(given), given)
 
-    actual = t.call(without_later_keys, n_heads, t_q, t_k)
+    return cleaned
+
+
+def _compare_bias(answer, t, n_heads, t_q, t_k):
+    actual = in_float32(
+        t.call(_without_later_keys(answer), n_heads, t_q, t_k), t, "the bias"
+    )
     expected = penalties(n_heads, t_q, t_k)
     t.close(actual, expected, "the bias", like=expected.float())
 
@@ -1149,7 +1543,13 @@ def _(answer, t):
 @bias.requires("more queries than keys is a ValueError that names both")
 def _(answer, t):
     t.raises(
-        ValueError, answer, 4, 6, 3, mentions=(6, 3), because="Six queries, three keys"
+        ValueError,
+        _without_later_keys(answer),
+        4,
+        6,
+        3,
+        mentions=(6, 3),
+        because="Six queries, three keys",
     )
 
 
@@ -1296,6 +1696,63 @@ def _(n_heads, t_q, t_k):
 )
 def _(n_heads, t_q, t_k):
     return -_steep(n_heads) * _distance(t_q, t_k).abs().half().float()
+
+
+@bias.fault(
+    "zero_times_infinity",
+    "A 0/1 mask is multiplied by −∞, and 0 · ∞ is NaN. Later keys are the mask's "
+    "business: leave any number there.",
+)
+def _(n_heads, t_q, t_k):
+    distance = _distance(t_q, t_k)
+    return -_steep(n_heads) * distance + (distance < 0) * -torch.inf
+
+
+@bias.fault(
+    "slopes_on_the_keys",
+    "Slopes (n_heads,) times distances (t_q, t_k): broadcasting, which counts from the "
+    "end, lines the heads up with the keys. The slopes need two more dimensions.",
+)
+def _(n_heads, t_q, t_k):
+    return -torch.tensor(published_slopes(n_heads)) * _distance(t_q, t_k).abs()
+
+
+@bias.fault(
+    "slopes_on_the_queries",
+    "Slopes (n_heads, 1) times distances (t_q, t_k): broadcasting, which counts from the "
+    "end, lines the heads up with the queries. One more dimension is missing.",
+)
+def _(n_heads, t_q, t_k):
+    return -torch.tensor(published_slopes(n_heads))[:, None] * _distance(t_q, t_k).abs()
+
+
+@bias.fault(
+    "heads_below_each_other",
+    "The tables of the heads are joined along the queries, (n_heads · t_q, t_k). Each "
+    "head has a table of its own: stack them.",
+)
+def _(n_heads, t_q, t_k):
+    return (-_steep(n_heads) * _distance(t_q, t_k).abs()).flatten(0, 1)
+
+
+@bias.fault(
+    "queries_after_the_keys",
+    "The queries are counted on from t_k, as if they stood behind all keys. They are the "
+    "last t_q of the t_k positions.",
+)
+def _(n_heads, t_q, t_k):
+    _distance(t_q, t_k)
+    queries = torch.arange(t_k, t_k + t_q)
+    return -_steep(n_heads) * (queries[:, None] - torch.arange(t_k))
+
+
+@bias.fault(
+    "as_many_queries_as_keys",
+    "t_q is not used: there is a row for every key. Only the last t_q rows are asked for.",
+)
+def _(n_heads, t_q, t_k):
+    _distance(t_q, t_k)
+    return -_steep(n_heads) * _distance(t_k, t_k).abs()
 
 
 @bias.fault(
@@ -1453,6 +1910,48 @@ def _(base, factor, d_head):
     return base * factor ** (d_head / (d_head - 2))
 
 
+@ntk.fault("base_ignored", "The base is 10,000 whatever is handed in.")
+def _(base, factor, d_head):
+    return 10_000.0 * factor ** (_fit(d_head) / (d_head - 2))
+
+
+@ntk.fault(
+    "one_less",
+    "The exponent divides by d_head − 1. The last pair is i = d_head/2 − 1, so 2i is "
+    "d_head − 2.",
+)
+def _(base, factor, d_head):
+    return base * factor ** (_fit(d_head) / (d_head - 1))
+
+
+@ntk.fault(
+    "rounded",
+    "The base is rounded to a whole number. It need not be one.",
+)
+def _(base, factor, d_head):
+    return float(round(base * factor ** (_fit(d_head) / (d_head - 2))))
+
+
+@ntk.fault(
+    "frequency_returned",
+    "This is the frequency of the slowest pair, base^(−(d_head − 2)/d_head) / factor. "
+    "Solve it for the base that gives it.",
+)
+def _(base, factor, d_head):
+    return base ** (-(_fit(d_head) - 2) / d_head) / factor
+
+
+@ntk.fault(
+    "two_accepted",
+    "d_head = 2 goes through. Its one pair is the first, which must not be stretched, "
+    "and the last, which must: refuse it.",
+)
+def _(base, factor, d_head):
+    if d_head % 2:
+        raise ValueError(f"d_head {d_head}")
+    return base * factor ** (d_head / (d_head - 2)) if d_head > 2 else float(base)
+
+
 @ntk.fault(
     "odd_accepted",
     "An odd d_head goes through. RoPE turns pairs.",
@@ -1588,6 +2087,16 @@ class _QueriesOnly(_MultiHead):
         return rotate(self.split(q)), self.split(k), self.split(v)
 
 
+class _KeysOnly(_MultiHead):
+    def turned(self, q, k, v, rotate):
+        return self.split(q), rotate(self.split(k)), self.split(v)
+
+
+class _StreamTurned(_MultiHead):
+    def forward(self, x, mask=None, rotate=None):
+        return super().forward(rotate(x) if rotate else x, mask)
+
+
 class _NeverCalled(_MultiHead):
     def turned(self, q, k, v, rotate):
         return tuple(self.split(y) for y in (q, k, v))
@@ -1623,6 +2132,18 @@ turning.fault(
     "`MultiHeadAttention` turns the queries and forgets the keys. Then scores depend on "
     "the query's position instead of on the distance.",
     {"MultiHeadAttention": _QueriesOnly},
+)
+turning.fault(
+    "keys_only",
+    "`MultiHeadAttention` turns the keys and forgets the queries. Then scores depend on "
+    "the key's position instead of on the distance.",
+    {"MultiHeadAttention": _KeysOnly},
+)
+turning.fault(
+    "stream_turned",
+    "`MultiHeadAttention` turns the stream before the projections. Queries and keys are "
+    "turned, after the split into heads; the values come from the stream as it is.",
+    {"MultiHeadAttention": _StreamTurned},
 )
 turning.fault(
     "never_called",
