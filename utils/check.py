@@ -271,6 +271,11 @@ def _recognise(task, candidate, requirement, trial):
     requirements, as the candidate does, come first, and the later requirements tell
     the rest apart.
     """
+
+    def attempt(requirement, seed=0):
+        errors = _reference_trial(task, requirement).errors
+        return _attempt(requirement, candidate, task.seconds, errors, seed)
+
     matching = [f for f in task.faults if _matches(task, f, requirement, trial, True)]
     at = task.requirements.index(requirement)
     earlier, later = task.requirements[:at], task.requirements[at + 1 :]
@@ -284,7 +289,7 @@ def _recognise(task, candidate, requirement, trial):
     for other in later:
         if len(matching) <= 1:
             break
-        theirs, problem = _attempt(other, candidate, task.seconds)
+        theirs, problem = attempt(other)
         if isinstance(problem, TimeUp):
             break
         narrowed = [f for f in matching if _matches(task, f, other, theirs, False)]
@@ -292,7 +297,7 @@ def _recognise(task, candidate, requirement, trial):
     if matching:
         return matching[0]
     for seed, fault in ((0, STATE), (1, RANDOM)):
-        again, _ = _attempt(requirement, candidate, task.seconds, seed=seed)
+        again, _ = attempt(requirement, seed)
         same = len(again.trace) == len(trial.trace) and all(
             map(alike, again.trace, trial.trace)
         )

@@ -419,14 +419,15 @@ class Trial:
         return module
 
     def parameter_count(self, module, expected):
-        """The module has exactly `expected` trainable numbers."""
+        """The module's parameters hold exactly `expected` numbers."""
         actual = sum(p.numel() for p in module.parameters())
         self.trace.append(actual)
         if actual != expected:
             names = ", ".join(f"{n} {shape(p)}" for n, p in module.named_parameters())
-            raise Unmet(
-                f"It has {actual:,} parameters, expected {expected:,}. Yours: {names}."
+            yours = (
+                f"Yours: {names}." if names else "What is assigned to `self` counts."
             )
+            raise Unmet(f"It has {actual:,} parameters, expected {expected:,}. {yours}")
 
 
 def no_parameter(module, path, parameters) -> str:
