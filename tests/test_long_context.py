@@ -1067,6 +1067,24 @@ NAMED_LINEAR = {
     "a decay of 0.99": (divided(dot, fading(0.99)), "forgets"),
     "the text as one chunk": (in_chunks(1000, 1000), "causal_ignored"),
     "itself left out of a chunk": (in_chunks(1000, -1), "itself_left_out"),
+    "the keys of the queries alone": (
+        lambda q, k, v, causal: (
+            reference.linear_attention(
+                q, k[..., -q.shape[-2] :, :], v[..., -q.shape[-2] :, :], True
+            )
+            if causal and q.shape[-2] < k.shape[-2]
+            else reference.linear_attention(q, k, v, causal)
+        ),
+        "earlier_keys_dropped",
+    ),
+    "a table where there are few queries": (
+        lambda q, k, v, causal: (
+            in_chunks(10**6, 0)
+            if causal and q.shape[-2] < k.shape[-2]
+            else reference.linear_attention
+        )(q, k, v, causal),
+        "table_of_weights_of_few_queries",
+    ),
     "along dimension 0": (
         divided(dot, lambda y, dim: y.cumsum(0)),
         "running_total_over_dimension_0",
@@ -1103,7 +1121,15 @@ def stepped(below=dot, kept=1.0, added=1.0):
     return step
 
 
+def z_of_keys(state, q, k, v):
+    s, z = (0, 0) if state is None else state
+    s, z = s + torch.einsum("...d,...v->...dv", feature(k), v), z + k
+    output = torch.einsum("...d,...dv->...v", feature(q), s) / dot(feature(q), z)
+    return output, (s, z)
+
+
 NAMED_STEPS = {
+    "unmapped keys in z": (z_of_keys, "z_not_mapped"),
     "no dimension kept": (
         stepped(lambda q, z: torch.einsum("...d,...d->...", q, z)),
         "divisor_without_its_last_dimension",
@@ -1178,7 +1204,25 @@ NAMED_CHUNKS = {
     "root of d_v": (in_blocks(divisor="d_v"), "scaled_by_the_width_of_the_values"),
     "all keys before few queries": (
         in_blocks(first=lambda at, shift, w: at - w + 1),
-        "quadratic_work",
+        "quadratic_of_few_queries",
+    ),
+    "a window of blocks": (
+        lambda q, k, v, w, b: reference.chunked_attention(
+            q, k, v, w * b if w > 0 < b else w, b
+        ),
+        "window_counted_in_blocks",
+    ),
+    "whole blocks into zeros": (
+        lambda q, k, v, w, b: torch.cat(
+            [
+                reference.chunked_attention(q, k, v, w, b)[
+                    ..., : q.shape[-2] // b * b, :
+                ],
+                v.new_zeros(*q.shape[:-2], q.shape[-2] % b, v.shape[-1]),
+            ],
+            dim=-2,
+        ),
+        "last_queries_left_at_0",
     ),
 }
 
@@ -1296,6 +1340,11 @@ def linear_by_features(q, k, v, causal):
     return top / below
 
 
+def linear_in_long_chunks(q, k, v, causal):
+    """Chunks as long as the texts that are counted first."""
+    return linear_in_chunks(q, k, v, causal, size=128)
+
+
 def linear_by_the_step(q, k, v, causal):
     if not causal:
         n = k.shape[-2]
@@ -1353,6 +1402,7 @@ def chunked_online(q, k, v, window, block):
     [
         ("linear_attention", linear_by_features),
         ("linear_attention", linear_by_the_step),
+        ("linear_attention", linear_in_long_chunks),
         ("linear_attention", linear_divided_first),
         ("linear_attention", linear_with_the_smallest_number),
         ("chunked_attention", chunked_online),
