@@ -1254,11 +1254,19 @@ def balance_of_the_mean_product(probabilities, experts, n_experts):
     return n_experts**2 * (f * probabilities.mean(0)).mean()
 
 
+def balance_of_those_that_occur(probabilities, experts, n_experts):
+    counts = experts.unique(return_counts=True)[1]
+    f = (counts / experts.numel()).to(probabilities.dtype)
+    return n_experts * (f * probabilities.mean(0)).sum()
+
+
 def test_balancing_losses_in_another_form():
     name = "load_balancing_loss"
     passes(balance_over(len), name)
     passes(balance_of_the_mean_product, name)
     fails(balance_over(torch.numel), name, "divided_by_k_twice")
+    fails(balance_of_those_that_occur, name, "as_many_as_occur")
+    fails(balance_over(lambda experts: 100 * len(experts)), name, "coefficient_inside")
     fails(
         lambda probabilities, experts, n_experts: reference.load_balancing_loss(
             probabilities.softmax(1), experts, n_experts

@@ -1492,10 +1492,10 @@ def shares(n, e, seed=0, dtype=torch.float32):
     "numbers, and each sums to 1.",
 )
 def _(answer, t):
-    for n, e, seed in ((9, 4, 0), (7, 6, 1)):
+    for n, e, seed in ((9, 4, 5), (15, 6, 1)):
         ids = distinct_choices(n, e, 1, seed)
         t.agrees(answer, slow_balance, shares(n, e, seed), ids, e)
-    ids = probe_ids(11, 1, below=5, seed=2)  # not where the probabilities are highest
+    ids = probe_ids(11, 1, below=5, seed=6)  # not where the probabilities are highest
     t.agrees(answer, slow_balance, shares(11, 5, 2), ids, n_experts=5)
 
 
@@ -1612,6 +1612,12 @@ for name, sentence, change in (
         "A softmax runs over the probabilities once more, which makes them nearly equal. "
         "They come in as softmax already.",
         lambda f, mean, p, experts, n: n * (f * torch.softmax(p, -1).mean(0)).sum(),
+    ),
+    (
+        "coefficient_inside",
+        "It is multiplied by 0.01, as Switch does where it adds the loss to the other. "
+        "That is for whoever adds it.",
+        lambda f, mean, p, experts, n: 0.01 * n * (f * mean).sum(),
     ),
     (
         "counts_not_shares",
