@@ -1122,6 +1122,12 @@ class ListOfTwo(CrossAttention):
         return super().forward(x, memory, memory_mask)
 
 
+class PairWithoutItsMask(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        mask = None if isinstance(memory, tuple) else memory_mask
+        return super().forward(x, memory, mask)
+
+
 class AttentionLost(EncoderBlock):
     def forward(self, x, mask=None):
         y = x + self.attention(self.norm_1(x), mask=mask)
@@ -1170,6 +1176,28 @@ class OtherMask(EncoderDecoder):
         return self.head(x if self.norm_in_the_loop else self.decoder_norm(x))
 
 
+class EveryBlockFromTheStart(EncoderDecoder):
+    def encode(self, source):
+        _, mask = super().encode(source)
+        embedded = self.embed(source)
+        for block in self.encoder:
+            x = block(embedded, mask)
+        return self.encoder_norm(x), mask
+
+
+class FirstRowsMask(EncoderDecoder):
+    def encode(self, source):
+        memory, mask = super().encode(source)
+        return memory, mask[0].expand_as(mask)
+
+
+class NormalisedOnceMore(EncoderDecoder):
+    def decode(self, target, memory, memory_mask=None):
+        if torch.is_tensor(memory):
+            memory = self.encoder_norm(memory)
+        return super().decode(target, memory, memory_mask)
+
+
 class LateNormInTheLoop(OtherMask):
     norm_in_the_loop = True
 
@@ -1197,9 +1225,53 @@ def one_place_for_the_start(model, source, start_id, end_id, max_tokens):
     return ids[:, : model.config.max_len - 1]
 
 
+def step_by_step(choose):
+    """`translate`; `choose(logits, ids, pad_id, end_id, last)` changes the logits."""
+
+    @torch.no_grad()
+    def write(model, source, start_id, end_id, max_tokens):
+        c = model.config
+        if not 0 < max_tokens <= c.max_len:
+            raise ValueError(f"max_tokens is {max_tokens}")
+        memory, mask = model.encode(source)
+        pairs = [b.cross_attention.keys_values(memory) for b in model.decoder]
+        ids = torch.full_like(source[:, :1], start_id)
+        ended = torch.zeros_like(ids[:, 0], dtype=torch.bool)
+        for n in range(1, max_tokens + 1):
+            logits = model.decode(ids, pairs, mask)[:, -1]
+            last = n == max_tokens
+            new = choose(logits.clone(), ids, c.pad_id, end_id, last).argmax(-1)
+            new = new.where(~ended, c.pad_id)
+            ids, ended = torch.cat([ids, new[:, None]], 1), ended | (new == end_id)
+            if ended.all():
+                break
+        return ids[:, 1:]
+
+    return write
+
+
+def without_padding(logits, ids, pad_id, end_id, last):
+    return logits.index_fill(1, torch.tensor([pad_id]), -torch.inf)
+
+
+def without_the_last(logits, ids, pad_id, end_id, last):
+    return logits.scatter(1, ids[:, -1:], -torch.inf)
+
+
+def ends_in_any_case(logits, ids, pad_id, end_id, last):
+    return F.one_hot(torch.full_like(ids[:, 0], end_id), 13) if last else logits
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "fault"),
     [
+        ("CrossAttention", PairWithoutItsMask, "mask_forgotten_with_a_pair"),
+        ("EncoderDecoder", EveryBlockFromTheStart, "last_encoder_block_alone"),
+        ("EncoderDecoder", FirstRowsMask, "mask_of_the_first_row"),
+        ("EncoderDecoder", NormalisedOnceMore, "memory_normalised_again"),
+        ("translate", step_by_step(without_padding), "padding_never_written"),
+        ("translate", step_by_step(without_the_last), "nothing_twice_running"),
+        ("translate", step_by_step(ends_in_any_case), "end_forced"),
         ("shift_right", lambda ids, start_id: ids[..., :-1], "start_missing"),
         ("CrossAttention", MultipliedByTheMask, "hidden_scores_are_0"),
         ("CrossAttention", NumberAdded, "large_number_added"),
@@ -1237,6 +1309,7 @@ class PaddingIndex(EncoderDecoder):
         ("CrossAttention", RightShares),
         ("EncoderDecoder", OtherMask),
         ("EncoderDecoder", PaddingIndex),
+        ("translate", step_by_step(lambda logits, *_: logits.softmax(-1))),
     ],
 )
 def test_more_right_answers_pass(name, answer):

@@ -555,6 +555,8 @@ def cross_with(knob="", checks=True):
                 self.keys_values(x)
             if knob == "last_memory_kept":
                 self.last = memory
+            if knob == "mask_forgotten_with_a_pair" and isinstance(memory, tuple):
+                memory_mask = None
             if knob == "only_the_first_rows_mask" and memory_mask is not None:
                 memory_mask = memory_mask[:1]
             if knob == "zeros_for_whole_rows_alone" and memory_mask is not None:
@@ -675,6 +677,11 @@ def model_with(knob="", change=None, shared_block=False):
             states = []
             for i in layers:
                 i = 0 if shared_block else i
+                if knob == "last_encoder_block_alone":
+                    i = c.n_layers - 1
+                    states.append(x)
+                    if len(states) < c.n_layers:
+                        continue
                 x = encoder_block(x, self.own(f"encoder.{i}"), c, seen)
                 if knob == "encoder_norm_in_the_loop":
                     x = normed(x, p, "encoder_norm", c)
@@ -683,6 +690,8 @@ def model_with(knob="", change=None, shared_block=False):
                 mask = torch.ones_like(mask)
             if knob == "mask_flat":
                 mask = mask[:, 0, 0]
+            if knob == "mask_of_the_first_row":
+                mask = mask[:1].expand_as(mask)
             if knob == "each_layer_its_own":
                 self.states = states
             if knob in (
@@ -715,6 +724,10 @@ def model_with(knob="", change=None, shared_block=False):
             layers = range(c.n_layers)
             if knob == "mask_forgotten_with_a_list" and isinstance(memory, list):
                 memory_mask = None
+            if knob == "last_decoder_block_alone":
+                layers = [c.n_layers - 1]
+            if knob == "memory_normalised_again" and not isinstance(memory, list):
+                memory = normed(memory, p, "encoder_norm", c)
             for i in reversed(layers) if knob == "blocks_reversed" else layers:
                 own = memory
                 if isinstance(memory, list):
@@ -727,7 +740,9 @@ def model_with(knob="", change=None, shared_block=False):
                 )
                 if knob == "decoder_norm_in_the_loop":
                     x = normed(x, p, "decoder_norm", c)
-            if knob not in ("decoder_norm_unused", "decoder_norm_in_the_loop"):
+            if knob == "encoder_norm_in_the_decoder":
+                x = normed(x, p, "encoder_norm", c)
+            elif knob not in ("decoder_norm_unused", "decoder_norm_in_the_loop"):
                 x = normed(x, p, "decoder_norm", c, knob)
             logits = F.linear(x, p["head"])
             if knob == "probabilities":
@@ -1214,6 +1229,8 @@ CROSS_FAULTS = {
     "memory itself. A tuple is the pair that both agree on: `return k, v`.",
     "pair_projected_again": "A pair that is given is projected once more. It holds keys "
     "and values already: use them as they are.",
+    "mask_forgotten_with_a_pair": "Given a pair, it does not use `memory_mask`. The mask "
+    "is about keys, wherever they come from.",
     "only_the_first_rows_mask": "The mask of the first row of the batch is used for all "
     "rows.",
     "zeros_for_whole_rows_alone": "Zeros come only where a whole row of the batch sees "
@@ -1674,7 +1691,8 @@ def _(answer, t):
 
 @model_.requires(
     "encode: embedding plus positions, every block, the norm; and the mask of the source",
-    "The encoder hides nothing but padding. Print the mask for one row: it is "
+    "Begin with `embed`; each block reads what the one before has left; the norm comes "
+    "last. The encoder hides nothing but padding. Print the mask for one row: it is "
     "`(B, 1, 1, S)`, boolean, True where there is text.",
 )
 def _(answer, t):
@@ -1694,7 +1712,7 @@ def _(answer, t):
 )
 def _(answer, t):
     module, oracle = made_model(answer, t, SMALL, seed=600)
-    lengths = [7, 3, 1, 5]
+    lengths = [5, 3, 1, 7]
     source = sources(lengths, SMALL, seed=2)
     memory, mask = t.call(module.encode, source)
     real = torch.arange(7) < torch.tensor(lengths)[:, None]
@@ -1728,7 +1746,9 @@ def _(answer, t):
 
 @model_.requires(
     "decode: each target position sees itself, what came before, and the whole memory",
-    "Change the last token of the target and see which logits move: only the last may.",
+    "Take a target of one token first: `embed`, each block with the same memory, the "
+    "norm, the head. Then change the last of five tokens and see which logits move: only "
+    "the last may.",
 )
 def _(answer, t):
     for c, seed in ((replace(SMALL, n_layers=1), 700), (OTHER, 800)):
@@ -1898,6 +1918,14 @@ MODEL_FAULTS = {
     "encoder_norm_unused": "`encoder_norm` is made but not used: the memory leaves the "
     "encoder without it.",
     "decoder_norm_unused": "`decoder_norm` is made but not used.",
+    "last_encoder_block_alone": "Every block of the encoder reads the embedding, so that "
+    "only the last counts. Each reads what the one before has left: `x = block(x, …)`.",
+    "last_decoder_block_alone": "Every block of the decoder reads the embedding, so that "
+    "only the last counts. Each reads what the one before has left: `x = block(x, …)`.",
+    "memory_normalised_again": "`decode` normalises the memory again. `encode` has done "
+    "that.",
+    "encoder_norm_in_the_decoder": "`decode` ends with `encoder_norm`; its own is "
+    "`decoder_norm`.",
     "encoder_norm_in_the_loop": "`encoder_norm` runs after every block. It runs once, "
     "after the last: is the line indented too far?",
     "decoder_norm_in_the_loop": "`decoder_norm` runs after every block. It runs once, "
@@ -1933,6 +1961,7 @@ MODEL_FAULTS = {
     "are as long as the source that came in.",
     "mask_forgotten_with_a_list": "Given a list of pairs, `decode` does not use "
     "`memory_mask`.",
+    "mask_of_the_first_row": "The mask of the first row is used for all rows.",
     "mask_flat": "The mask is `(B, S)`. It must broadcast to `(B, H, T, S)`, so it needs "
     "two dimensions of size 1 in the middle.",
     "no_mask": "The decoder sees later tokens of the target, and so the answer.",
@@ -2328,7 +2357,13 @@ def translator(wrong=""):
                 logits = logits[:, 0 if wrong == "first_position" else -1]
                 if wrong == "start_never_written":
                     logits[:, start_id] = -torch.inf
+                if wrong == "padding_never_written":
+                    logits[:, pad_id] = -torch.inf
+                if wrong == "nothing_twice_running":
+                    logits = logits.scatter(1, ids[:, -1:], -torch.inf)
                 token = logits.argmax(-1)
+                if wrong == "end_forced" and ids.shape[1] == max_tokens:
+                    token = torch.full_like(token, end_id)
                 if wrong == "least_likely":
                     token = logits.argmin(-1)
                 if wrong == "sampled":
@@ -2378,6 +2413,12 @@ TRANSLATE_FAULTS = {
     "`if`.",
     "start_never_written": "`start_id` is never written, even where it is the likeliest "
     "token.",
+    "padding_never_written": "`pad_id` is never written, even where it is the likeliest "
+    "token. What the model says is what a row gets, until it ends.",
+    "nothing_twice_running": "A token never follows itself. The likeliest is asked for, "
+    "whatever stood before.",
+    "end_forced": "The last of `max_tokens` tokens is made `end_id`. A row that is cut off "
+    "has no end, and whoever reads it should see that.",
     "row_by_row": "The rows of the batch are translated one at a time. All of them go "
     "through the model together.",
     "pairs_each_step": "The list of pairs is made again in every step. Make it once, "
