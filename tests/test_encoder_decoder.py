@@ -1062,6 +1062,260 @@ def test_the_form_that_is_changed_is_right():
     passes(written, "translate")
 
 
+# Wrong answers in another form, each under its name -----------------------------------
+
+
+class Scores(CrossAttention):
+    """Its own attention; `shares` makes weights of the scores."""
+
+    def shares(self, scores, mask):
+        return scores.softmax(-1)
+
+    def forward(self, x, memory, memory_mask=None):
+        q = split_heads(self.w_q(x), self.n_heads)
+        k, v = memory if isinstance(memory, tuple) else self.keys_values(memory)
+        scores = torch.einsum("bhtd,bhsd->bhts", q, k) / q.shape[-1] ** 0.5
+        weights = scores.softmax(-1)
+        if memory_mask is not None:
+            weights = self.shares(scores, memory_mask)
+        return self.w_o(merge_heads(torch.einsum("bhts,bhsd->bhtd", weights, v)))
+
+
+class RightShares(Scores):
+    def shares(self, scores, mask):
+        weights = torch.where(mask, scores, -torch.inf).softmax(-1)
+        return torch.where(mask, weights, 0)
+
+
+class MultipliedByTheMask(Scores):
+    def shares(self, scores, mask):
+        return (scores * mask).softmax(-1)
+
+
+class NumberAdded(Scores):
+    def shares(self, scores, mask):
+        return (scores + (1.0 - mask.to(scores)) * -1e4).softmax(-1)
+
+
+class ScaledTwice(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        q = split_heads(self.w_q(x), self.n_heads)
+        k, v = memory if isinstance(memory, tuple) else self.keys_values(memory)
+        q = q * q.shape[-1] ** -0.5
+        return self.w_o(merge_heads(attention(q, k, v, memory_mask)))
+
+
+class CopiedLine(CrossAttention):
+    def keys_values(self, memory):
+        k = split_heads(self.w_k(memory), self.n_heads)
+        v = split_heads(self.w_k(memory), self.n_heads)
+        return k, v
+
+
+class ListOfTwo(CrossAttention):
+    def keys_values(self, memory):
+        return list(super().keys_values(memory))
+
+    def forward(self, x, memory, memory_mask=None):
+        if not isinstance(memory, tuple):
+            memory = tuple(self.keys_values(memory))
+        return super().forward(x, memory, memory_mask)
+
+
+class PairWithoutItsMask(CrossAttention):
+    def forward(self, x, memory, memory_mask=None):
+        mask = None if isinstance(memory, tuple) else memory_mask
+        return super().forward(x, memory, mask)
+
+
+class AttentionLost(EncoderBlock):
+    def forward(self, x, mask=None):
+        y = x + self.attention(self.norm_1(x), mask=mask)
+        return x + self.feed_forward(self.norm_2(y))
+
+
+class LookingBackLost(DecoderBlock):
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        y = x + self.attention(self.norm_1(x), mask=mask)
+        z = x + self.cross_attention(self.norm_2(y), memory, memory_mask)
+        return z + self.feed_forward(self.norm_3(z))
+
+
+class AsksWithTheInput(DecoderBlock):
+    def forward(self, x, memory, mask=None, memory_mask=None):
+        y = x + self.attention(self.norm_1(x), mask=mask)
+        y = y + self.cross_attention(self.norm_2(x), memory, memory_mask)
+        return y + self.feed_forward(self.norm_3(y))
+
+
+class NormInTheLoop(EncoderDecoder):
+    def encode(self, source):
+        _, mask = super().encode(source)
+        x = self.embed(source)
+        for block in self.encoder:
+            x = self.encoder_norm(block(x, mask))
+        return x, mask
+
+
+class OtherMask(EncoderDecoder):
+    """Its own loop over the decoder; `look` makes the mask."""
+
+    norm_in_the_loop = False
+
+    def look(self, target):
+        t = target.shape[1]
+        return torch.ones(t, t, dtype=torch.bool, device=target.device).tril()
+
+    def decode(self, target, memory, memory_mask=None):
+        x = self.embed(target)
+        for i, block in enumerate(self.decoder):
+            own = memory[i] if isinstance(memory, list) else memory
+            x = block(x, own, self.look(target), memory_mask)
+            if self.norm_in_the_loop:
+                x = self.decoder_norm(x)
+        return self.head(x if self.norm_in_the_loop else self.decoder_norm(x))
+
+
+class EveryBlockFromTheStart(EncoderDecoder):
+    def encode(self, source):
+        _, mask = super().encode(source)
+        embedded = self.embed(source)
+        for block in self.encoder:
+            x = block(embedded, mask)
+        return self.encoder_norm(x), mask
+
+
+class FirstRowsMask(EncoderDecoder):
+    def encode(self, source):
+        memory, mask = super().encode(source)
+        return memory, mask[0].expand_as(mask)
+
+
+class NormalisedOnceMore(EncoderDecoder):
+    def decode(self, target, memory, memory_mask=None):
+        if torch.is_tensor(memory):
+            memory = self.encoder_norm(memory)
+        return super().decode(target, memory, memory_mask)
+
+
+class LateNormInTheLoop(OtherMask):
+    norm_in_the_loop = True
+
+
+class ItselfHidden(OtherMask):
+    def look(self, target):
+        return super().look(target).tril(-1)
+
+
+class PaddingOfTheTargetHidden(OtherMask):
+    def look(self, target):
+        real = target.ne(self.config.pad_id)[:, None, None, :]
+        return super().look(target) & real
+
+
+def into_a_table(model, source, start_id, end_id, max_tokens):
+    """Written into a table of `max_tokens` columns, and the table comes back."""
+    ids = translate(model, source, start_id, end_id, max_tokens)
+    return F.pad(ids, (0, max_tokens - ids.shape[1]), value=model.config.pad_id)
+
+
+def one_place_for_the_start(model, source, start_id, end_id, max_tokens):
+    """Never as many tokens as the decoder can read."""
+    ids = translate(model, source, start_id, end_id, max_tokens)
+    return ids[:, : model.config.max_len - 1]
+
+
+def step_by_step(choose):
+    """`translate`; `choose(logits, ids, pad_id, end_id, last)` changes the logits."""
+
+    @torch.no_grad()
+    def write(model, source, start_id, end_id, max_tokens):
+        c = model.config
+        if not 0 < max_tokens <= c.max_len:
+            raise ValueError(f"max_tokens is {max_tokens}")
+        memory, mask = model.encode(source)
+        pairs = [b.cross_attention.keys_values(memory) for b in model.decoder]
+        ids = torch.full_like(source[:, :1], start_id)
+        ended = torch.zeros_like(ids[:, 0], dtype=torch.bool)
+        for n in range(1, max_tokens + 1):
+            logits = model.decode(ids, pairs, mask)[:, -1]
+            last = n == max_tokens
+            new = choose(logits.clone(), ids, c.pad_id, end_id, last).argmax(-1)
+            new = new.where(~ended, c.pad_id)
+            ids, ended = torch.cat([ids, new[:, None]], 1), ended | (new == end_id)
+            if ended.all():
+                break
+        return ids[:, 1:]
+
+    return write
+
+
+def without_padding(logits, ids, pad_id, end_id, last):
+    return logits.index_fill(1, torch.tensor([pad_id]), -torch.inf)
+
+
+def without_the_last(logits, ids, pad_id, end_id, last):
+    return logits.scatter(1, ids[:, -1:], -torch.inf)
+
+
+def ends_in_any_case(logits, ids, pad_id, end_id, last):
+    return F.one_hot(torch.full_like(ids[:, 0], end_id), 13) if last else logits
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "fault"),
+    [
+        ("CrossAttention", PairWithoutItsMask, "mask_forgotten_with_a_pair"),
+        ("EncoderDecoder", EveryBlockFromTheStart, "last_encoder_block_alone"),
+        ("EncoderDecoder", FirstRowsMask, "mask_of_the_first_row"),
+        ("EncoderDecoder", NormalisedOnceMore, "memory_normalised_again"),
+        ("translate", step_by_step(without_padding), "padding_never_written"),
+        ("translate", step_by_step(without_the_last), "nothing_twice_running"),
+        ("translate", step_by_step(ends_in_any_case), "end_forced"),
+        ("shift_right", lambda ids, start_id: ids[..., :-1], "start_missing"),
+        ("CrossAttention", MultipliedByTheMask, "hidden_scores_are_0"),
+        ("CrossAttention", NumberAdded, "large_number_added"),
+        ("CrossAttention", ScaledTwice, "scaled_twice"),
+        ("CrossAttention", CopiedLine, "values_by_w_k"),
+        ("CrossAttention", ListOfTwo, "pair_as_a_list"),
+        ("EncoderBlock", AttentionLost, "residual_from_the_input"),
+        ("DecoderBlock", LookingBackLost, "residual_from_the_input"),
+        ("DecoderBlock", AsksWithTheInput, "across_from_the_input"),
+        ("EncoderDecoder", NormInTheLoop, "encoder_norm_in_the_loop"),
+        ("EncoderDecoder", LateNormInTheLoop, "decoder_norm_in_the_loop"),
+        ("EncoderDecoder", ItselfHidden, "itself_hidden"),
+        ("EncoderDecoder", PaddingOfTheTargetHidden, "target_padding_hidden"),
+        ("translate", into_a_table, "never_stops"),
+        ("translate", one_place_for_the_start, "one_too_few"),
+    ],
+)
+def test_mistakes_in_another_form_are_named(name, answer, fault):
+    report = evaluate(answer, name)
+    assert (report.status, report.fault) == ("failed", fault), report.message
+
+
+class PaddingIndex(EncoderDecoder):
+    """The row of the padding gets no gradient; nothing real ever reads it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        sizes = config.vocab_size, config.d_model
+        self.embedding = nn.Embedding(*sizes, padding_idx=config.pad_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("CrossAttention", RightShares),
+        ("EncoderDecoder", OtherMask),
+        ("EncoderDecoder", PaddingIndex),
+        ("translate", step_by_step(lambda logits, *_: logits.softmax(-1))),
+    ],
+)
+def test_more_right_answers_pass(name, answer):
+    passes(answer, name)
+
+
 # What the lesson promises -------------------------------------------------------------
 
 

@@ -418,17 +418,17 @@ def elu(x):
 
 
 def linear_by_elu(q, k, v, causal):
-    """The published form, with a small number against division by 0."""
+    """The published form."""
     t_q, t_k = q.shape[-2], k.shape[-2]
     q, k = elu(q), elu(k)
     if not causal:
         below = torch.einsum("...qd,...d->...q", q, k.sum(-2))[..., None]
         s = torch.einsum("...kd,...kv->...dv", k, v)
-        return torch.einsum("...qd,...dv->...qv", q, s) / (below + 1e-6)
+        return torch.einsum("...qd,...dv->...qv", q, s) / below
     checked(t_q=t_q, t_k=t_k)
     s = torch.einsum("...td,...tv->...tdv", k, v).cumsum(-3)[..., t_k - t_q :, :, :]
     below = (q * k.cumsum(-2)[..., t_k - t_q :, :]).sum(-1, keepdim=True)
-    return torch.einsum("...td,...tdv->...tv", q, s) / (below + 1e-6)
+    return torch.einsum("...td,...tdv->...tv", q, s) / below
 
 
 def linear_by_steps(q, k, v, causal):
@@ -495,12 +495,6 @@ def step_by_einsum(state, q, k, v):
     return torch.einsum("...d,...dv->...v", q, s) / below, [s, z]
 
 
-def step_with_an_epsilon(state, q, k, v):
-    output, (s, z) = step_by_einsum(state, q, k, v)
-    below = (elu(q) * z).sum(-1, keepdim=True)
-    return output * below / (below + 1e-6), (s, z)
-
-
 def step_from_zeros(state, q, k, v):
     if state is None:
         state = k.new_zeros(*k.shape, v.shape[-1]), torch.zeros_like(k)
@@ -524,9 +518,7 @@ def feature(x):
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
-@pytest.mark.parametrize(
-    "answer", [step_by_einsum, step_with_an_epsilon, step_from_zeros, step_with_a_copy]
-)
+@pytest.mark.parametrize("answer", [step_by_einsum, step_from_zeros, step_with_a_copy])
 def test_other_right_steps_pass(answer):
     passes(answer, "linear_attention_step")
 
@@ -930,24 +922,34 @@ def test_features_wrong_in_one_dtype_or_shape_fail():
     fails(largest_of_float32, "feature_map", "nan_in_the_gradient_in_float16")
 
 
-@pytest.mark.parametrize("least", [1.0, 0.1, 0.01])
-def test_a_least_divisor_fails(least):
+LARGER = {f"plus {e}": lambda x, e=e: x + e for e in (1e-3, 1e-6, 1e-8, 1e-12)} | {
+    f"at least {e}": lambda x, e=e: x.clamp(min=e) for e in (1.0, 0.1, 0.01, 1e-6)
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_what_is_added_to_the_divisor_is_named(name):
     def linear(q, k, v, causal):
         right = reference.linear_attention(q, k, v, causal)
         q, k = feature(q), feature(k)
         w = q @ k.mT
         w = w.tril(k.shape[-2] - q.shape[-2]) if causal else w
         below = w.sum(-1, keepdim=True)
-        return right * below / below.clamp(min=least)
+        return right * below / LARGER[name](below)
 
     def step(state, q, k, v):
         output, (s, z) = reference.linear_attention_step(state, q, k, v)
         below = (feature(q) * z).sum(-1, keepdim=True)
-        return output * below / below.clamp(min=least), (s, z)
+        return output * below / LARGER[name](below), (s, z)
 
-    fails(linear, "linear_attention")
-    fails(step, "linear_attention_step")
-    assert evaluate(linear, "linear_attention").fault is None
+    def when_causal(q, k, v, causal):
+        if causal:
+            return linear(q, k, v, causal)
+        return reference.linear_attention(q, k, v, causal)
+
+    fails(linear, "linear_attention", "something_added_to_the_divisor")
+    fails(step, "linear_attention_step", "something_added_to_the_divisor")
+    fails(when_causal, "linear_attention")
 
 
 def test_float64_through_float32_fails():
@@ -981,6 +983,274 @@ def test_linear_attentions_wrong_in_one_place_fail():
     fails(first_eight_features, "linear_attention")
     fails(one_row_for_few_queries, "linear_attention")
     fails(large_features_cut, "linear_attention_step")
+
+
+def divided(below, running=None):
+    """Linear attention with another divisor, or another running total."""
+    return lambda q, k, v, causal: _divided(q, k, v, causal, below, running)
+
+
+def _divided(q, k, v, causal, below, running):
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    q, k = feature(q), feature(k)
+    if not causal:
+        return q @ (k.mT @ v) / below(q, k.sum(-2, keepdim=True))
+    checked(t_q=t_q, t_k=t_k)
+    running = running or (lambda x, dim: x.cumsum(dim))
+    s = running(k[..., None] * v[..., None, :], -3)[..., t_k - t_q :, :, :]
+    z = running(k, -2)[..., t_k - t_q :, :]
+    return (q[..., None, :] @ s).squeeze(-2) / below(q, z)
+
+
+def dot(q, z):
+    return (q * z).sum(-1, keepdim=True)
+
+
+def fading(rate):
+    def running(x, dim):
+        n = torch.arange(x.shape[dim])
+        weights = (rate ** (n[:, None] - n)).tril().to(x)
+        return (
+            (weights @ x.movedim(dim, 0).flatten(1))
+            .view(x.movedim(dim, 0).shape)
+            .movedim(0, dim)
+        )
+
+    return running
+
+
+def in_chunks(size, diagonal):
+    """Chunks whose inside is cut off above `diagonal`."""
+
+    def linear(q, k, v, causal):
+        if not causal:
+            return reference.linear_attention(q, k, v, False)
+        t_q, t_k = q.shape[-2], k.shape[-2]
+        checked(t_q=t_q, t_k=t_k)
+        w = feature(q) @ feature(k).mT
+        i = torch.arange(t_k - t_q, t_k)[:, None]
+        j = torch.arange(t_k)
+        seen = (j <= i + diagonal) | (j // size < i // size)
+        seen &= j < (i // size + 1) * size
+        w = w * seen
+        return w @ v / w.sum(-1, keepdim=True)
+
+    return linear
+
+
+NAMED_LINEAR = {
+    "no dimension kept": (
+        divided(lambda q, z: dot(q, z).squeeze(-1)),
+        "divisor_without_its_last_dimension",
+    ),
+    "z without a column": (
+        lambda q, k, v, causal: (
+            reference.linear_attention(q, k, v, True)
+            if causal
+            else feature(q) @ (feature(k).mT @ v) / (feature(q) @ feature(k).sum(-2))
+        ),
+        "divisor_without_its_last_dimension",
+    ),
+    "sum over queries": (
+        divided(lambda q, z: (q * z).sum(-2, keepdim=True)),
+        "divisor_summed_over_the_queries",
+    ),
+    "sum of all": (
+        divided(lambda q, z: torch.einsum("...d,...d->", q, z)),
+        "one_divisor_for_all",
+    ),
+    "two sums": (
+        divided(lambda q, z: q.sum(-1, True) * z.sum(-1, True)),
+        "product_of_two_sums",
+    ),
+    "a decay of 0.95": (divided(dot, fading(0.95)), "forgets"),
+    "a decay of 0.99": (divided(dot, fading(0.99)), "forgets"),
+    "the text as one chunk": (in_chunks(1000, 1000), "causal_ignored"),
+    "itself left out of a chunk": (in_chunks(1000, -1), "itself_left_out"),
+    "the keys of the queries alone": (
+        lambda q, k, v, causal: (
+            reference.linear_attention(
+                q, k[..., -q.shape[-2] :, :], v[..., -q.shape[-2] :, :], True
+            )
+            if causal and q.shape[-2] < k.shape[-2]
+            else reference.linear_attention(q, k, v, causal)
+        ),
+        "earlier_keys_dropped",
+    ),
+    "a table where there are few queries": (
+        lambda q, k, v, causal: (
+            in_chunks(10**6, 0)
+            if causal and q.shape[-2] < k.shape[-2]
+            else reference.linear_attention
+        )(q, k, v, causal),
+        "table_of_weights_of_few_queries",
+    ),
+    "along dimension 0": (
+        divided(dot, lambda y, dim: y.cumsum(0)),
+        "running_total_over_dimension_0",
+    ),
+    "along dimension 1": (
+        divided(dot, lambda y, dim: y.cumsum(1)),
+        "running_total_over_dimension_1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_LINEAR)
+def test_wrong_divisors_and_sums_are_named(name):
+    answer, fault = NAMED_LINEAR[name]
+    fails(answer, "linear_attention", fault)
+
+
+@pytest.mark.parametrize("size", [2, 4, 64])
+def test_a_chunk_that_sees_its_own_future_is_told_so(size):
+    report = evaluate(in_chunks(size, size), "linear_attention")
+    assert report.status == "failed"
+    assert "which come later" in report.message
+
+
+def stepped(below=dot, kept=1.0, added=1.0):
+    def step(state, q, k, v):
+        q, k = feature(q), feature(k)
+        new = k[..., None] * v[..., None, :], k
+        if state is not None:
+            new = [kept * a + added * b for a, b in zip(state, new, strict=True)]
+        s, z = new
+        return (q[..., None, :] @ s).squeeze(-2) / below(q, z), (s, z)
+
+    return step
+
+
+def z_of_keys(state, q, k, v):
+    s, z = (0, 0) if state is None else state
+    s, z = s + torch.einsum("...d,...v->...dv", feature(k), v), z + k
+    output = torch.einsum("...d,...dv->...v", feature(q), s) / dot(feature(q), z)
+    return output, (s, z)
+
+
+NAMED_STEPS = {
+    "unmapped keys in z": (z_of_keys, "z_not_mapped"),
+    "no dimension kept": (
+        stepped(lambda q, z: torch.einsum("...d,...d->...", q, z)),
+        "divisor_without_its_last_dimension",
+    ),
+    "over the batch": (
+        stepped(lambda q, z: (q * z).sum(0)),
+        "divisor_summed_over_the_batch",
+    ),
+    "one for all": (stepped(lambda q, z: (q * z).sum()), "one_divisor_for_all"),
+    "a decay of 0.99": (stepped(kept=0.99), "forgets"),
+    "a decay of a half": (stepped(kept=0.5), "forgets"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_STEPS)
+def test_wrong_steps_are_named(name):
+    answer, fault = NAMED_STEPS[name]
+    fails(answer, "linear_attention_step", fault)
+
+
+def test_a_moving_average_is_told_what_it_is():
+    report = evaluate(stepped(kept=0.75, added=0.25), "linear_attention_step")
+    assert report.status == "failed"
+    assert "0.75 times the old one and 0.25 times what is new" in report.message
+
+
+def in_blocks(mask=None, first=None, divisor=None):
+    """Chunked attention with another mask, first key or divisor."""
+
+    def answer(q, k, v, window, block):
+        t_q, t_k = q.shape[-2], k.shape[-2]
+        checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+        outputs = []
+        for start in range(0, t_q, block):
+            end = min(start + block, t_q)
+            last = end + t_k - t_q
+            low = max(
+                0,
+                (first or (lambda at, shift, w: at + shift - w + 1))(
+                    start, t_k - t_q, window
+                ),
+            )
+            see = (mask or reference.sliding_window_mask)(
+                end - start, last - low, window
+            )
+            scores = q[..., start:end, :] @ k[..., low:last, :].mT
+            root = math.sqrt((v if divisor == "d_v" else q).shape[-1])
+            scores = (scores / root).masked_fill(~see.to(q.device), -math.inf)
+            outputs.append(scores.softmax(-1) @ v[..., low:last, :])
+        return torch.cat(outputs, dim=-2)
+
+    return answer
+
+
+NAMED_CHUNKS = {
+    "blocks of whole windows": (
+        lambda q, k, v, w, b: reference.chunked_attention(
+            q, k, v, (w // b + 1) * b if w > 0 < b else w, b
+        ),
+        "window_rounded_to_blocks",
+    ),
+    "tril": (
+        in_blocks(lambda n, m, w: torch.ones(n, m, dtype=torch.bool).tril()),
+        "causal_from_the_top_left",
+    ),
+    "a window from the top left": (
+        in_blocks(
+            lambda n, m, w: torch.ones(n, m, dtype=torch.bool).tril().triu(1 - w)
+        ),
+        "window_from_the_top_left",
+    ),
+    "root of d_v": (in_blocks(divisor="d_v"), "scaled_by_the_width_of_the_values"),
+    "all keys before few queries": (
+        in_blocks(first=lambda at, shift, w: at - w + 1),
+        "quadratic_of_few_queries",
+    ),
+    "a window of blocks": (
+        lambda q, k, v, w, b: reference.chunked_attention(
+            q, k, v, w * b if w > 0 < b else w, b
+        ),
+        "window_counted_in_blocks",
+    ),
+    "whole blocks into zeros": (
+        lambda q, k, v, w, b: torch.cat(
+            [
+                reference.chunked_attention(q, k, v, w, b)[
+                    ..., : q.shape[-2] // b * b, :
+                ],
+                v.new_zeros(*q.shape[:-2], q.shape[-2] % b, v.shape[-1]),
+            ],
+            dim=-2,
+        ),
+        "last_queries_left_at_0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_CHUNKS)
+def test_wrong_chunks_are_named(name):
+    answer, fault = NAMED_CHUNKS[name]
+    fails(answer, "chunked_attention", fault)
+
+
+def test_blocks_open_to_change_are_right_unchanged():
+    passes(in_blocks(), "chunked_attention")
+    passes(stepped(), "linear_attention_step")
+    passes(divided(dot), "linear_attention")
+
+
+def test_wrong_masks_are_named():
+    def longer(t_q, t_k, window, n_sinks):
+        near = reference.sliding_window_mask(t_q, t_k, window + n_sinks)
+        return reference.sink_mask(t_q, t_k, window, n_sinks) | near
+
+    def one_too_near(t_q, t_k, stride):
+        near = window_by_triangles(t_q, t_k, stride)
+        back = torch.arange(t_k - t_q, t_k)[:, None] - torch.arange(t_k)
+        return near | ((back >= 0) & ((back + 1) % stride == 0))
+
+    fails(longer, "sink_mask", "window_longer_by_the_sinks")
+    fails(one_too_near, "strided_mask", "remainder_of_stride_minus_one")
 
 
 # More right ones ----------------------------------------------------------------------
@@ -1052,9 +1322,90 @@ def linear_with_ones(q, k, v, causal):
     return out[:, :-1] / out[:, -1:]
 
 
+def linear_by_features(q, k, v, causal):
+    """A loop over the features, a running total for each."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    if causal:
+        checked(t_q=t_q, t_k=t_k)
+    top = below = 0
+    for q_now, k_now in zip(
+        feature(q).split(1, dim=-1), feature(k).split(1, dim=-1), strict=True
+    ):
+        s, z = k_now * v, k_now
+        if causal:
+            s, z = (x.cumsum(-2)[..., t_k - t_q :, :] for x in (s, z))
+        else:
+            s, z = s.sum(-2, keepdim=True), z.sum(-2, keepdim=True)
+        top, below = top + q_now * s, below + q_now * z
+    return top / below
+
+
+def linear_in_long_chunks(q, k, v, causal):
+    """Chunks as long as the texts that are counted first."""
+    return linear_in_chunks(q, k, v, causal, size=128)
+
+
+def linear_by_the_step(q, k, v, causal):
+    if not causal:
+        n = k.shape[-2]
+        q, k = feature(q), feature(k)
+        return q @ (k.mT @ v / n) / (q @ k.mean(-2)[..., None])
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked(t_q=t_q, t_k=t_k)
+    q = F.pad(q, (0, 0, t_k - t_q, 0))
+    state, outputs = None, []
+    for i in range(t_k):
+        now = q[..., i, :], k[..., i, :], v[..., i, :]
+        output, state = reference.linear_attention_step(state, *now)
+        outputs.append(output)
+    return torch.stack(outputs, dim=-2)[..., t_k - t_q :, :]
+
+
+def linear_divided_first(q, k, v, causal):
+    """The queries are divided, so that their weights sum to 1 before the values."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    q, k = feature(q), feature(k)
+    if not causal:
+        return q / dot(q, k.sum(-2, keepdim=True)) @ (k.mT @ v)
+    checked(t_q=t_q, t_k=t_k)
+    q = q / dot(q, k.cumsum(-2)[..., t_k - t_q :, :])
+    s = torch.einsum("...td,...tv->...tdv", k, v).cumsum(-3)[..., t_k - t_q :, :, :]
+    return torch.einsum("...td,...tdv->...tv", q, s)
+
+
+def linear_with_the_smallest_number(q, k, v, causal):
+    """At least the smallest number of the dtype, which changes nothing."""
+    least = torch.finfo(q.dtype).tiny
+    return divided(lambda q, z: dot(q, z).clamp(min=least))(q, k, v, causal)
+
+
+def chunked_online(q, k, v, window, block):
+    """Step by step back from the query, the softmax kept as in lesson 11."""
+    t_q, t_k = q.shape[-2], k.shape[-2]
+    checked((window, 1), (block, 1), t_q=t_q, t_k=t_k)
+    i = torch.arange(t_k - t_q, t_k, device=q.device)
+    most = torch.full_like(q[..., :1], -math.inf)
+    total, out = torch.zeros_like(most), 0
+    for back in range(min(window, t_k)):
+        there, j = (i >= back)[:, None], (i - back).clamp(min=0)
+        scores = (q * k[..., j, :]).sum(-1, keepdim=True) / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(~there, -math.inf)
+        now = torch.maximum(most, scores)
+        shrink, weight = (most - now).exp(), (scores - now).exp()
+        total, out = total * shrink + weight, out * shrink + weight * v[..., j, :]
+        most = now
+    return out / total
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
+        ("linear_attention", linear_by_features),
+        ("linear_attention", linear_by_the_step),
+        ("linear_attention", linear_in_long_chunks),
+        ("linear_attention", linear_divided_first),
+        ("linear_attention", linear_with_the_smallest_number),
+        ("chunked_attention", chunked_online),
         ("chunked_attention", chunked_by_unfold),
         ("chunked_attention", chunked_by_recursion),
         ("feature_map", Features.apply),

@@ -1133,6 +1133,230 @@ def test_wrong_counts_fail(case):
     fails(counts(WRONG_COUNTS[case]), "moe_parameters")
 
 
+# Wrong answers in another form, each under its name -----------------------------------
+
+
+def kept_by_a_threshold(logits, k):
+    weights, experts = reference.top_k_routing(logits, k)
+    if k == 1:
+        return weights, experts
+    least = logits.topk(k, -1).values[:, -1:]
+    masked = torch.where(logits >= least, logits, -torch.inf)
+    return masked.softmax(-1).gather(1, experts), experts
+
+
+def kept_by_a_large_number(logits, k):
+    kept, experts = logits.topk(checked(k, logits.shape[-1]), -1)
+    if k == 1:
+        return logits.softmax(-1).gather(1, experts), experts
+    masked = torch.full_like(logits, -1e4).scatter(1, experts, kept)
+    return masked.softmax(-1).gather(1, experts), experts
+
+
+def twice_the_same(logits, k):
+    """Where scores are equal, the first of them again and again."""
+    weights, experts = reference.top_k_routing(logits, k)
+    kept = logits.gather(1, experts)
+    return weights, (logits[:, None] == kept[..., None]).int().argmax(-1)
+
+
+def weights_by(f):
+    def top_k_routing(logits, k):
+        weights, experts = reference.top_k_routing(logits, k)
+        return (weights if k == 1 else f(logits.gather(1, experts))), experts
+
+    return top_k_routing
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (kept_by_a_threshold, "equal_scores_kept_too"),
+        (kept_by_a_large_number, "hidden_by_a_number"),
+        (twice_the_same, None),
+        (weights_by(lambda z: F.normalize(z.sigmoid(), 1, -1)), None),
+        (
+            weights_by(lambda z: z.sigmoid() / z.sigmoid().sum(-1)[:, None]),
+            "sigmoids_divided_by_their_sum",
+        ),
+        (weights_by(lambda z: z / z.sum(1, True)), "scores_divided_by_their_sum"),
+    ],
+)
+def test_routings_in_another_form_are_named(answer, fault):
+    fails(answer, "top_k_routing", fault)
+
+
+def test_experts_that_repeat_where_scores_are_equal_are_told():
+    report = evaluate(twice_the_same, "top_k_routing")
+    assert "different experts" in report.message
+
+
+class BreaksOff(Bare):
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(tokens)
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            rows, places = (chosen == e).nonzero(as_tuple=True)
+            if not len(rows):
+                break
+            out[rows] += weights[rows, places, None] * expert(tokens[rows])
+        return out.reshape(x.shape)
+
+
+class SoftmaxAgain(Bare):
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(tokens)
+        weights, out = weights.softmax(-1), torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == e)
+            out[rows] += weights[rows, places, None] * expert(tokens[rows])
+        return out.reshape(x.shape)
+
+
+class WeightsInAndOut(Bare):
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(tokens)
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == e)
+            share = weights[rows, places].unsqueeze(1)
+            out = out.index_add(0, rows, (share * expert(tokens[rows])) * share)
+        return out.reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (BreaksOff, "stops_at_an_unused_expert"),
+        (SoftmaxAgain, "softmax_twice"),
+        (WeightsInAndOut, "weighted_twice"),
+    ],
+)
+def test_layers_in_another_form_are_named(answer, fault):
+    fails(answer, "MixtureOfExperts", fault)
+
+
+def balance_over(divisor):
+    def load_balancing_loss(probabilities, experts, n_experts):
+        counts = torch.bincount(experts.flatten(), minlength=n_experts)
+        f = (counts / experts.numel()).to(probabilities.dtype)
+        return n_experts * (f @ probabilities.sum(0)) / divisor(experts)
+
+    return load_balancing_loss
+
+
+def balance_of_the_mean_product(probabilities, experts, n_experts):
+    """A mean of E products is their sum divided by E."""
+    f = F.one_hot(experts, n_experts).double().mean((0, 1)).to(probabilities)
+    return n_experts**2 * (f * probabilities.mean(0)).mean()
+
+
+def balance_of_those_that_occur(probabilities, experts, n_experts):
+    counts = experts.unique(return_counts=True)[1]
+    f = (counts / experts.numel()).to(probabilities.dtype)
+    return n_experts * (f * probabilities.mean(0)).sum()
+
+
+def test_balancing_losses_in_another_form():
+    name = "load_balancing_loss"
+    passes(balance_over(len), name)
+    passes(balance_of_the_mean_product, name)
+    fails(balance_over(torch.numel), name, "divided_by_k_twice")
+    fails(balance_of_those_that_occur, name, "as_many_as_occur")
+    fails(balance_over(lambda experts: 100 * len(experts)), name, "coefficient_inside")
+    fails(
+        lambda probabilities, experts, n_experts: reference.load_balancing_loss(
+            probabilities.softmax(1), experts, n_experts
+        ),
+        name,
+        "softmax_twice",
+    )
+
+
+def test_droppings_in_another_form():
+    def at_k_times(experts, n_experts, capacity):
+        fits(capacity)
+        more = capacity * experts.shape[1]
+        return drop_by_loop(experts, n_experts, more)
+
+    def at_a_part(experts, n_experts, capacity):
+        fits(capacity)
+        return drop_by_sort(experts, n_experts, -(-capacity // experts.shape[1]))
+
+    def across(experts, n_experts, capacity):
+        fits(capacity)
+        chose = F.one_hot(experts, n_experts)
+        return (chose.cumsum(1) * chose).sum(-1) <= capacity
+
+    fails(at_k_times, "drop_over_capacity", "capacity_times_k")
+    fails(at_a_part, "drop_over_capacity")
+    fails(across, "drop_over_capacity", "nothing_dropped")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda total, active, c, n, k: total * k // n, "share_of_everything"),
+        (
+            lambda total, active, c, n, k: active - c.n_layers * c.d_model * n,
+            "router_left_out_of_active",
+        ),
+        (
+            lambda total, active, c, n, k: active - (c.vocab_size - 1) * c.d_model,
+            "one_row_of_the_embedding",
+        ),
+    ],
+)
+def test_counts_in_another_form_are_named(change, fault):
+    def moe_parameters(config, n_experts, k):
+        total, active = reference.moe_parameters(config, n_experts, k)
+        return total, change(total, active, config, n_experts, k)
+
+    fails(moe_parameters, "moe_parameters", fault)
+
+
+def routing_by_a_stable_sort(logits, k):
+    order = (-logits).argsort(dim=-1, stable=True)
+    experts = order[:, : checked(k, logits.shape[-1])]
+    kept = torch.take_along_dim(logits, experts, 1)
+    whole = logits if k == 1 else kept
+    return (kept - whole.logsumexp(-1, True)).exp(), experts
+
+
+def routing_by_minus_infinity(logits, k):
+    kept, experts = logits.topk(checked(k, logits.shape[-1]), -1)
+    masked = torch.full_like(logits, -math.inf).scatter(1, experts, kept)
+    return (logits if k == 1 else masked).softmax(-1).gather(1, experts), experts
+
+
+class EveryPlaceFilled(Bare):
+    """A table of N × k results, filled expert by expert, and summed at the end."""
+
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(tokens)
+        table = tokens.new_zeros(*chosen.shape, tokens.shape[-1])
+        for e in chosen.unique().tolist():
+            mine = chosen == e
+            table[mine] = self.experts[e](tokens[mine.nonzero()[:, 0]])
+        return torch.einsum("nk,nkd->nd", weights, table).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("top_k_routing", routing_by_a_stable_sort),
+        ("top_k_routing", routing_by_minus_infinity),
+        ("MixtureOfExperts", EveryPlaceFilled),
+    ],
+)
+def test_more_right_answers_pass(name, answer):
+    passes(answer, name)
+
+
 # Parts together ----------------------------------------------------------------------
 
 

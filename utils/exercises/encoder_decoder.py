@@ -270,6 +270,8 @@ def crossed(x, memory, p, n_heads, mask=None, knob=""):
         k, v = F.linear(k_of, p["w_k"]), F.linear(v_of, p["w_v"])
         if knob == "keys_and_values_exchanged":
             k, v = v, k
+        if knob == "values_by_w_k":
+            v = k
         k, v = heads_of(k, n_heads), heads_of(v, n_heads)
     else:
         k, v = pair
@@ -284,6 +286,8 @@ def crossed(x, memory, p, n_heads, mask=None, knob=""):
         divisor = 1.0
     if knob == "scaled_by_the_model":
         divisor = math.sqrt(n_heads * d_head)
+    if knob == "scaled_twice":
+        divisor = divisor**2
     scores = q @ k.transpose(-2, -1) / divisor
     if knob == "mask_ignored":
         mask = None
@@ -293,14 +297,20 @@ def crossed(x, memory, p, n_heads, mask=None, knob=""):
         square = torch.ones_like(scores, dtype=torch.bool).tril()
         mask = square if mask is None else mask & square
     if mask is not None and knob not in ("zero_and_one_added", "after_the_softmax"):
-        low = -1e9 if knob == "mean_where_nothing_is_seen" else -torch.inf
-        scores = scores.masked_fill(~mask, low)
+        low = {"mean_where_nothing_is_seen": -1e9, "hidden_scores_are_0": 0.0}
+        low = low.get(knob, -torch.inf)
+        if knob == "large_number_added":
+            scores = scores + ~mask * -1e4
+        else:
+            scores = scores.masked_fill(~mask, low)
     if mask is not None and knob == "zero_and_one_added":
         scores = scores + mask
     weights = torch.softmax(scores, -2 if knob == "softmax_over_queries" else -1)
     if mask is not None and knob not in (
         "nan_where_nothing_is_seen",
         "mean_where_nothing_is_seen",
+        "large_number_added",
+        "hidden_scores_are_0",
         "zero_and_one_added",
     ):
         weights = weights.masked_fill(~mask, 0)
@@ -382,6 +392,8 @@ def encoder_block(x, p, c, mask=None, knob=""):
         return norm(x + think(x), "norm_2")
     if knob == "second_residual_missing":
         return think(norm(x + attend(norm(x, "norm_1")), "norm_2"))
+    if knob == "residual_from_the_input":
+        return x + think(norm(x + attend(norm(x, "norm_1")), "norm_2"))
     if knob == "second_sublayer_post_norm":
         x = x + attend(norm(x, "norm_1"))
         return norm(x + think(x), "norm_2")
@@ -452,6 +464,13 @@ def decoder_block(x, memory, p, c, mask=None, memory_mask=None, knob=""):
     if knob == "parallel":
         y = x + back(norm(x, "norm_1"))
         return y + across(norm(x, "norm_2")) + think(norm(y, "norm_3"))
+    if knob == "residual_from_the_input":
+        y = x + across(norm(x + back(norm(x, "norm_1")), "norm_2"))
+        return y + think(norm(y, "norm_3"))
+    if knob == "across_from_the_input":
+        y = x + back(norm(x, "norm_1"))
+        y = y + across(norm(x, "norm_2"))
+        return y + think(norm(y, "norm_3"))
     if knob == "across_first":
         x = x + across(norm(x, "norm_2"))
         x = x + back(norm(x, "norm_1"))
@@ -519,12 +538,16 @@ def cross_with(knob="", checks=True):
             v = F.linear(memory, self.held()["w_v"])
             if knob == "keys_and_values_exchanged":
                 k, v = v, k
+            if knob == "values_by_w_k":
+                v = k
             if knob == "pair_the_wrong_way_round":
                 k, v = v, k
             if knob == "pair_not_split":
                 return k, v
             if knob == "pair_not_transposed":
                 return tuple(y.unflatten(-1, (self.n_heads, -1)) for y in (k, v))
+            if knob == "pair_as_a_list":
+                return [heads_of(k, self.n_heads), heads_of(v, self.n_heads)]
             return heads_of(k, self.n_heads), heads_of(v, self.n_heads)
 
         def forward(self, x, memory, memory_mask=None):
@@ -532,6 +555,8 @@ def cross_with(knob="", checks=True):
                 self.keys_values(x)
             if knob == "last_memory_kept":
                 self.last = memory
+            if knob == "mask_forgotten_with_a_pair" and isinstance(memory, tuple):
+                memory_mask = None
             if knob == "only_the_first_rows_mask" and memory_mask is not None:
                 memory_mask = memory_mask[:1]
             if knob == "zeros_for_whole_rows_alone" and memory_mask is not None:
@@ -652,15 +677,28 @@ def model_with(knob="", change=None, shared_block=False):
             states = []
             for i in layers:
                 i = 0 if shared_block else i
+                if knob == "last_encoder_block_alone":
+                    i = c.n_layers - 1
+                    states.append(x)
+                    if len(states) < c.n_layers:
+                        continue
                 x = encoder_block(x, self.own(f"encoder.{i}"), c, seen)
+                if knob == "encoder_norm_in_the_loop":
+                    x = normed(x, p, "encoder_norm", c)
                 states.append(x)
             if knob in ("cross_sees_padding", "padding_seen"):
                 mask = torch.ones_like(mask)
             if knob == "mask_flat":
                 mask = mask[:, 0, 0]
+            if knob == "mask_of_the_first_row":
+                mask = mask[:1].expand_as(mask)
             if knob == "each_layer_its_own":
                 self.states = states
-            if knob == "encoder_norm_unused" or knob == "no_encoder_norm":
+            if knob in (
+                "encoder_norm_unused",
+                "no_encoder_norm",
+                "encoder_norm_in_the_loop",
+            ):
                 return x, mask
             return normed(x, p, "encoder_norm", c, knob), mask
 
@@ -677,11 +715,19 @@ def model_with(knob="", change=None, shared_block=False):
                 mask = mask.T
             if knob == "one_ahead":
                 mask = torch.ones_like(mask).tril(1)
+            if knob == "itself_hidden":
+                mask = mask.tril(-1)
+            if knob == "target_padding_hidden":
+                mask = mask & (target != c.pad_id)[:, None, None]
             if knob == "cross_sees_padding":
                 memory_mask = None
             layers = range(c.n_layers)
             if knob == "mask_forgotten_with_a_list" and isinstance(memory, list):
                 memory_mask = None
+            if knob == "last_decoder_block_alone":
+                layers = [c.n_layers - 1]
+            if knob == "memory_normalised_again" and not isinstance(memory, list):
+                memory = normed(memory, p, "encoder_norm", c)
             for i in reversed(layers) if knob == "blocks_reversed" else layers:
                 own = memory
                 if isinstance(memory, list):
@@ -692,7 +738,11 @@ def model_with(knob="", change=None, shared_block=False):
                 x = decoder_block(
                     x, own, self.own(f"decoder.{i}"), c, mask, memory_mask
                 )
-            if knob != "decoder_norm_unused":
+                if knob == "decoder_norm_in_the_loop":
+                    x = normed(x, p, "decoder_norm", c)
+            if knob == "encoder_norm_in_the_decoder":
+                x = normed(x, p, "encoder_norm", c)
+            elif knob not in ("decoder_norm_unused", "decoder_norm_in_the_loop"):
                 x = normed(x, p, "decoder_norm", c, knob)
             logits = F.linear(x, p["head"])
             if knob == "probabilities":
@@ -787,6 +837,11 @@ SHIFT_FAULTS = {
     "one_shorter": (
         "The result is one shorter than the row.",
         lambda ids, start_id: torch.cat([starts(ids, start_id), ids[:, 1:-1]], 1),
+    ),
+    "start_missing": (
+        "The last token goes and no start comes, so the row is one shorter, and its first "
+        "token is never asked for.",
+        lambda ids, start_id: ids[:, :-1],
     ),
     "not_shifted": (
         "Nothing is shifted. The decoder would read the very token that it is asked for, "
@@ -1042,7 +1097,8 @@ def _(answer, t):
     mask = (torch.arange(7) < torch.tensor([4, 7])[:, None])[:, None, None]
     pair = t._run(module.keys_values, (memory,), {})
     expected = oracle(x.double(), memory.double(), mask)
-    t.close(t.call(module, x, tuple(pair), mask), expected, "with the pair, the result")
+    for given in (pair, tuple(pair)):
+        t.close(t.call(module, x, given, mask), expected, "with the pair, the result")
     other = tuple(y.flip(2) for y in pair)
     expected = oracle(x.double(), memory.flip(1).double())
     t.close(t.call(module, x, other), expected, "with another pair, the result")
@@ -1132,7 +1188,10 @@ CROSS_FAULTS = {
     "the memory, like the keys.",
     "keys_and_values_exchanged": "`w_k` makes the values and `w_v` the keys. Nothing is "
     "wrong with that until somebody loads weights by name.",
+    "values_by_w_k": "The values are made by `w_k`, as the keys are; `w_v` is not used.",
     "not_scaled": "The scores are not divided by the root of d_head.",
+    "scaled_twice": "The scores are divided by the root of d_head twice. Your `attention` "
+    "does it already.",
     "scaled_by_the_model": "The scores are divided by √d_model; each head is d_head wide.",
     "one_head": "It is one wide head: the width is never cut.",
     "heads_read_from_memory_order": "The heads are cut by a view that does not exchange "
@@ -1144,6 +1203,8 @@ CROSS_FAULTS = {
     "mask_read_the_other_way": "The mask is read the other way round: True = may look.",
     "zero_and_one_added": "The mask is added to the scores as 0 and 1, which hides "
     "nothing.",
+    "hidden_scores_are_0": "Hidden scores are set to 0, or multiplied by the mask, and e⁰ "
+    "is 1: what is hidden still gets a share. −∞ has none.",
     "after_the_softmax": "The mask is applied after the softmax, and the weights that are "
     "left no longer add up to 1.",
     "looks_back_only": "A triangle hides part of the memory. All of the source is there "
@@ -1153,6 +1214,9 @@ CROSS_FAULTS = {
     "mean_where_nothing_is_seen": "A row of the memory that is padding alone gives the "
     "mean of the padding: a large negative number in place of −∞ hides nothing once all "
     "keys have it. Such a row gets zeros.",
+    "large_number_added": "A row of the memory that is padding alone is looked at like "
+    "any other: a large negative number is added to all its scores, and softmax sees "
+    "differences alone. Such a row gets zeros.",
     "no_output_map": "`w_o` is not used.",
     "adds_the_stream": "x is added to the result. The residual belongs into the block.",
     "adds_the_memory": "The memory itself is added to the result; it comes in by way of "
@@ -1161,8 +1225,12 @@ CROSS_FAULTS = {
     "pair_not_split": "`keys_values` gives `(B, S, D)`, not yet cut into heads.",
     "pair_not_transposed": "`keys_values` gives `(B, S, H, Dh)`; heads stand before the "
     "sequence.",
+    "pair_as_a_list": "`keys_values` gives a list, and `forward` takes a list for the "
+    "memory itself. A tuple is the pair that both agree on: `return k, v`.",
     "pair_projected_again": "A pair that is given is projected once more. It holds keys "
     "and values already: use them as they are.",
+    "mask_forgotten_with_a_pair": "Given a pair, it does not use `memory_mask`. The mask "
+    "is about keys, wherever they come from.",
     "only_the_first_rows_mask": "The mask of the first row of the batch is used for all "
     "rows.",
     "zeros_for_whole_rows_alone": "Zeros come only where a whole row of the batch sees "
@@ -1322,6 +1390,9 @@ ENCODER_FAULTS = {
     "norm_2_eps_ignored": "`norm_2` has its default eps; pass `norm_eps` on to both.",
     "second_residual_missing": "The feed-forward network replaces the stream: its `x +` is "
     "missing.",
+    "residual_from_the_input": "The second sublayer's result is added to the block's "
+    "input, so that what attention has found is not in the stream. Add it to the stream as "
+    "the first sublayer left it.",
     "second_sublayer_post_norm": "The second norm comes after the addition; it belongs "
     "before the feed-forward network.",
     "norm_and_sublayer_exchanged": "The norms are applied to what the sublayers give, not "
@@ -1488,6 +1559,10 @@ DECODER_FAULTS = {
     "no_residual": "The stream is replaced instead of added to: `x +` is missing.",
     "no_second_residual": "Looking across replaces the stream, so what looking back has "
     "found is lost.",
+    "residual_from_the_input": "What looking across finds is added to the block's input, "
+    "so that what looking back has found is lost.",
+    "across_from_the_input": "Looking across asks with the block's input. It asks with the "
+    "stream as looking back has left it.",
     "stream_normalised": "The normalised stream goes on. In pre-norm only the sublayer "
     "sees the normalised values.",
     "post_norm": "The norms come after the additions, as in the paper of 2017. Here they "
@@ -1616,7 +1691,8 @@ def _(answer, t):
 
 @model_.requires(
     "encode: embedding plus positions, every block, the norm; and the mask of the source",
-    "The encoder hides nothing but padding. Print the mask for one row: it is "
+    "Begin with `embed`; each block reads what the one before has left; the norm comes "
+    "last. The encoder hides nothing but padding. Print the mask for one row: it is "
     "`(B, 1, 1, S)`, boolean, True where there is text.",
 )
 def _(answer, t):
@@ -1636,7 +1712,7 @@ def _(answer, t):
 )
 def _(answer, t):
     module, oracle = made_model(answer, t, SMALL, seed=600)
-    lengths = [7, 3, 1, 5]
+    lengths = [5, 3, 1, 7]
     source = sources(lengths, SMALL, seed=2)
     memory, mask = t.call(module.encode, source)
     real = torch.arange(7) < torch.tensor(lengths)[:, None]
@@ -1670,7 +1746,9 @@ def _(answer, t):
 
 @model_.requires(
     "decode: each target position sees itself, what came before, and the whole memory",
-    "Change the last token of the target and see which logits move: only the last may.",
+    "Take a target of one token first: `embed`, each block with the same memory, the "
+    "norm, the head. Then change the last of five tokens and see which logits move: only "
+    "the last may.",
 )
 def _(answer, t):
     for c, seed in ((replace(SMALL, n_layers=1), 700), (OTHER, 800)):
@@ -1840,6 +1918,18 @@ MODEL_FAULTS = {
     "encoder_norm_unused": "`encoder_norm` is made but not used: the memory leaves the "
     "encoder without it.",
     "decoder_norm_unused": "`decoder_norm` is made but not used.",
+    "last_encoder_block_alone": "Every block of the encoder reads the embedding, so that "
+    "only the last counts. Each reads what the one before has left: `x = block(x, …)`.",
+    "last_decoder_block_alone": "Every block of the decoder reads the embedding, so that "
+    "only the last counts. Each reads what the one before has left: `x = block(x, …)`.",
+    "memory_normalised_again": "`decode` normalises the memory again. `encode` has done "
+    "that.",
+    "encoder_norm_in_the_decoder": "`decode` ends with `encoder_norm`; its own is "
+    "`decoder_norm`.",
+    "encoder_norm_in_the_loop": "`encoder_norm` runs after every block. It runs once, "
+    "after the last: is the line indented too far?",
+    "decoder_norm_in_the_loop": "`decoder_norm` runs after every block. It runs once, "
+    "after the last: is the line indented too far?",
     "no_positions": "Nothing tells where a token stands: `sinusoidal` is missing.",
     "no_source_positions": "The source has no positions. The encoder would read a bag of "
     "letters.",
@@ -1871,10 +1961,16 @@ MODEL_FAULTS = {
     "are as long as the source that came in.",
     "mask_forgotten_with_a_list": "Given a list of pairs, `decode` does not use "
     "`memory_mask`.",
+    "mask_of_the_first_row": "The mask of the first row is used for all rows.",
     "mask_flat": "The mask is `(B, S)`. It must broadcast to `(B, H, T, S)`, so it needs "
     "two dimensions of size 1 in the middle.",
     "no_mask": "The decoder sees later tokens of the target, and so the answer.",
     "mask_upside_down": "The decoder's mask is upside down.",
+    "itself_hidden": "A position of the target does not see itself, and so not the newest "
+    "token that is known. The target is shifted already: the diagonal is open.",
+    "target_padding_hidden": "`decode` hides padding in the target. At the end of a row "
+    "that needs no mask, since nothing real stands behind it; elsewhere the token is one "
+    "like any other, and must see itself.",
     "one_ahead": "The decoder sees one token ahead: exactly the one that it is asked for.",
     "blocks_reversed": "The blocks of the decoder run in reverse.",
     "first_pair_for_all": "Every block gets the first block's keys and values. Each has a "
@@ -2167,7 +2263,9 @@ def _(answer, t):
     "The decoder reads the start and all tokens but the last: `max_tokens` in all.",
 )
 def _(answer, t):
-    expect(t, answer, toy_source([5], 3), "all of max_len", max_tokens=10, seed=3)
+    for pull in (100.0, 0.0):  # without a pull the end never comes
+        more = dict(max_tokens=10, seed=3, pull=pull)
+        expect(t, answer, toy_source([5], 3), "all of max_len", **more)
 
 
 @translation.requires("it creates nothing on another device")
@@ -2259,7 +2357,13 @@ def translator(wrong=""):
                 logits = logits[:, 0 if wrong == "first_position" else -1]
                 if wrong == "start_never_written":
                     logits[:, start_id] = -torch.inf
+                if wrong == "padding_never_written":
+                    logits[:, pad_id] = -torch.inf
+                if wrong == "nothing_twice_running":
+                    logits = logits.scatter(1, ids[:, -1:], -torch.inf)
                 token = logits.argmax(-1)
+                if wrong == "end_forced" and ids.shape[1] == max_tokens:
+                    token = torch.full_like(token, end_id)
                 if wrong == "least_likely":
                     token = logits.argmin(-1)
                 if wrong == "sampled":
@@ -2309,6 +2413,12 @@ TRANSLATE_FAULTS = {
     "`if`.",
     "start_never_written": "`start_id` is never written, even where it is the likeliest "
     "token.",
+    "padding_never_written": "`pad_id` is never written, even where it is the likeliest "
+    "token. What the model says is what a row gets, until it ends.",
+    "nothing_twice_running": "A token never follows itself. The likeliest is asked for, "
+    "whatever stood before.",
+    "end_forced": "The last of `max_tokens` tokens is made `end_id`. A row that is cut off "
+    "has no end, and whoever reads it should see that.",
     "row_by_row": "The rows of the batch are translated one at a time. All of them go "
     "through the model together.",
     "pairs_each_step": "The list of pairs is made again in every step. Make it once, "
@@ -2324,7 +2434,8 @@ TRANSLATE_FAULTS = {
     "filled_with_the_end": "After its end a row is filled with `end_id`; padding is asked "
     "for.",
     "padding_is_0": "A row that has ended is filled with 0; padding is `config.pad_id`.",
-    "never_stops": "It runs for `max_tokens` steps although all rows have ended.",
+    "never_stops": "It runs for `max_tokens` steps although all rows have ended, or its "
+    "result is as wide as that. Stop when the last row ends; the longest gives the width.",
     "mask_not_passed": "The mask of the source is not passed to `decode`, so padding is "
     "looked at.",
     "projected_each_step": "`decode` gets the memory itself, so every block makes its keys "

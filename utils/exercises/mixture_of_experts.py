@@ -243,6 +243,28 @@ def _(answer, t):
 
 
 @routing.requires(
+    "among equal scores any may be kept, but k of them, and the weights are of these",
+    "With the scores 1, 0, 0 and k = 2, how many scores are at least as high as the "
+    "second? Two experts are kept all the same.",
+)
+def _(answer, t):
+    logits = probe_ids(7, 5, below=3, seed=19).float()
+    for k in (1, 2, 3):
+        result = t.call(answer, logits, k)
+        t.is_tuple(result, 2)
+        weights, experts = result
+        t.is_tensor(experts, "the second result")
+        t.true(
+            experts.shape == (7, k)
+            and all(len(set(row)) == k for row in experts.tolist()),
+            f"Where scores are equal, some row has not {k} different experts.",
+        )
+        kept = logits.gather(1, experts)
+        t.equal(kept, logits.topk(k).values, "the scores of the kept experts")
+        t.close(weights, slow_routing(logits.double(), k)[0], "the tensor of weights")
+
+
+@routing.requires(
     "gradients flow through the weights to the scores, with k = 1 too",
     "Which steps lie between the scores and the weights, and does each have a slope?",
 )
@@ -387,6 +409,73 @@ routing.fault(
     "Each weight is a sigmoid of its own score. Some models do that; here the k weights "
     "share a softmax.",
     weighted_by(lambda logits, kept, k: torch.sigmoid(kept)),
+)
+routing.fault(
+    "sigmoids_divided_by_their_sum",
+    "Each score becomes a sigmoid, and the k sigmoids are divided by their sum. Some "
+    "models do that; here the k weights share a softmax.",
+    weighted_by(
+        lambda logits, kept, k: (
+            torch.softmax(logits, -1).amax(-1, True)
+            if k == 1
+            else torch.sigmoid(kept) / torch.sigmoid(kept).sum(-1, True)
+        )
+    ),
+)
+routing.fault(
+    "scores_divided_by_their_sum",
+    "The scores are divided by their sum, without an exponential: negative ones make "
+    "negative weights.",
+    weighted_by(
+        lambda logits, kept, k: (
+            torch.softmax(logits, -1).amax(-1, True)
+            if k == 1
+            else kept / kept.sum(-1, True)
+        )
+    ),
+)
+routing.fault(
+    "log_softmax",
+    "The weights are logarithms, below 0: `log_softmax` where `softmax` is meant.",
+    weighted_by(
+        lambda logits, kept, k: (
+            (kept - logits.logsumexp(-1, True))
+            if k == 1
+            else torch.log_softmax(kept, -1)
+        )
+    ),
+)
+routing.fault(
+    "hidden_by_a_number",
+    "The scores that are not kept are set to −10,000, and real ones can be as low. −inf "
+    "is below them all; or let softmax see the k kept scores alone.",
+    weighted_by(
+        lambda logits, kept, k: (
+            torch.softmax(logits, -1).amax(-1, True)
+            if k == 1
+            else torch.softmax(
+                torch.cat([kept, 0 * logits[:, k:] - 10_000], dim=-1), -1
+            )[:, :k]
+        )
+    ),
+)
+routing.fault(
+    "equal_scores_kept_too",
+    "Everything as high as the k-th score shares the softmax. Where scores are equal "
+    "that is more than k experts, and the weights of the k sum to less than 1. Equal "
+    "scores are common in half precision.",
+    weighted_by(
+        lambda logits, kept, k: (
+            torch.softmax(logits, -1).amax(-1, True)
+            if k == 1
+            else (
+                kept
+                - logits.masked_fill(logits < kept[:, -1:], -torch.inf).logsumexp(
+                    -1, True
+                )
+            ).exp()
+        )
+    ),
 )
 routing.fault(
     "equal_weights",
@@ -622,19 +711,6 @@ def _(answer, t):
 
 
 @layer.requires(
-    "every token is treated alone, however many dimensions stand before the last",
-    "Which sizes does your code read from the shape of x? Only the last one is fixed; "
-    "the long list of tokens gets its shape back at the end.",
-)
-def _(answer, t):
-    module, p = filled(t, answer, 5, 7, 4, 2, 4)
-    for sizes in ((2, 3, 5), (5,), (1, 1, 5), (2, 3, 4, 5)):
-        t.agrees(module, oracle_for(p, 2), probe(*sizes, seed=5, scale=2))
-    t.agrees(module, oracle_for(p, 2), probe(3, 2, 5, seed=6).transpose(0, 1))
-    t.agrees(module, oracle_for(p, 2), strided(probe(2, 3, 5, seed=7)))
-
-
-@layer.requires(
     "an expert that nobody chose is no problem",
     "What does your loop do when its list of tokens is empty?",
 )
@@ -642,6 +718,20 @@ def _(answer, t):
     for k in (1, 2):
         module, p = filled(t, answer, 5, 7, 9, k, 5)
         t.agrees(module, oracle_for(p, k), probe(1, 2, 5, seed=8))
+
+
+@layer.requires(
+    "every token is treated alone, however many dimensions stand before the last",
+    "Which sizes does your code read from the shape of x? Only the last one is fixed; "
+    "the long list of tokens gets its shape back at the end. And does what one token "
+    "gets depend on the others, as under a capacity?",
+)
+def _(answer, t):
+    module, p = filled(t, answer, 5, 7, 4, 2, 4)
+    for sizes in ((2, 3, 5), (5,), (1, 1, 5), (2, 3, 4, 5)):
+        t.agrees(module, oracle_for(p, 2), probe(*sizes, seed=5, scale=2))
+    t.agrees(module, oracle_for(p, 2), probe(3, 2, 5, seed=6).transpose(0, 1))
+    t.agrees(module, oracle_for(p, 2), strided(probe(2, 3, 5, seed=7)))
 
 
 @layer.requires(
@@ -881,6 +971,23 @@ layer.fault(
     combined_by(lambda out, token, share, y: out.index_add(0, token, y)),
 )
 layer.fault(
+    "weighted_twice",
+    "The weight is multiplied in twice, so that its square counts.",
+    combined_by(
+        lambda out, token, share, y: out.index_add(0, token, share * share * y)
+    ),
+)
+layer.fault(
+    "softmax_twice",
+    "A softmax runs over the weights once more. `top_k_routing` has made it already.",
+    routed_as(
+        lambda logits, k: (
+            torch.softmax(right_routing(logits, k)[0], -1),
+            right_routing(logits, k)[1],
+        )
+    ),
+)
+layer.fault(
     "weights_in_the_experts",
     "The weight multiplies what goes *into* the expert. SwiGLU is not linear, so that is "
     "something else than weighting what comes out.",
@@ -1038,6 +1145,18 @@ def _nan_if_unused(self, x, weights, chosen):
     return out * (1.0 if all(used) else torch.nan)
 
 
+def _stops_at_an_unused_expert(self, x, weights, chosen):
+    used = [bool((chosen == e).any()) for e in range(len(self.experts))]
+    first = used.index(False) if False in used else len(used)
+    return Mixture.combine(self, x, weights, chosen.where(chosen < first, -1))
+
+
+layer.fault(
+    "stops_at_an_unused_expert",
+    "The loop ends at the first expert that nobody chose: `break`, or a `return`, where "
+    "`continue` is meant. Those behind it never run.",
+    mixture(combine=_stops_at_an_unused_expert),
+)
 layer.fault(
     "nan_from_an_unused_expert",
     "An expert without tokens makes NaN: a mean over nothing, or a division by its "
@@ -1285,10 +1404,10 @@ def shares(n, e, seed=0, dtype=torch.float32):
     "numbers, and each sums to 1.",
 )
 def _(answer, t):
-    for n, e, seed in ((9, 4, 0), (7, 6, 1)):
+    for n, e, seed in ((9, 4, 5), (15, 6, 1)):
         ids = distinct_choices(n, e, 1, seed)
         t.agrees(answer, slow_balance, shares(n, e, seed), ids, e)
-    ids = probe_ids(11, 1, below=5, seed=2)  # not where the probabilities are highest
+    ids = probe_ids(11, 1, below=5, seed=6)  # not where the probabilities are highest
     t.agrees(answer, slow_balance, shares(11, 5, 2), ids, n_experts=5)
 
 
@@ -1393,6 +1512,24 @@ for name, sentence, change in (
         "f is divided by the number of tokens, so that it sums to k. Some libraries do "
         "that; here f is a share of all N·k choices, and even use gives 1 whatever k is.",
         lambda f, mean, p, experts, n: n * (f * experts.shape[1] * mean).sum(),
+    ),
+    (
+        "divided_by_k_twice",
+        "It is divided by k once too often. Shares of all N·k choices sum to 1 already, "
+        "and P is a mean over N tokens.",
+        lambda f, mean, p, experts, n: n * (f * mean).sum() / experts.shape[1],
+    ),
+    (
+        "softmax_twice",
+        "A softmax runs over the probabilities once more, which makes them nearly equal. "
+        "They come in as softmax already.",
+        lambda f, mean, p, experts, n: n * (f * torch.softmax(p, -1).mean(0)).sum(),
+    ),
+    (
+        "coefficient_inside",
+        "It is multiplied by 0.01, as Switch does where it adds the loss to the other. "
+        "That is for whoever adds it.",
+        lambda f, mean, p, experts, n: 0.01 * n * (f * mean).sum(),
     ),
     (
         "counts_not_shares",
@@ -1747,6 +1884,20 @@ for name, sentence, change in (
         _own_queue,
     ),
     (
+        "capacity_times_k",
+        "Each expert serves k times its capacity. `capacity` is the number of its places "
+        "for first, second and all other choices together.",
+        lambda place, experts, n, capacity: place <= capacity * experts.shape[1],
+    ),
+    (
+        "capacity_divided_by_k",
+        "The capacity is divided among the k columns. Each expert has `capacity` places "
+        "for all choices together.",
+        lambda place, experts, n, capacity: (
+            place <= max(1, capacity // experts.shape[1])
+        ),
+    ),
+    (
         "full_experts_serve_nobody",
         "An expert that is asked too often drops all its tokens. It serves as many as it "
         "has places.",
@@ -1808,7 +1959,8 @@ for name, sentence, change in (
     ),
     (
         "nothing_dropped",
-        "Nothing is dropped.",
+        "Nothing is dropped. If the count runs across the k choices of a token, it never "
+        "goes beyond 1, since no token chooses an expert twice: count down the queue.",
         lambda place, experts, n, capacity: place > 0,
     ),
 ):
@@ -1995,11 +2147,35 @@ for name, sentence, change in (
     ),
     (
         "router_not_active",
-        "Active leaves the router out, or counts only its k rows. Every token meets all "
-        "of it: each expert needs its score.",
+        "Active counts only k rows of the router. Every token meets all of it: each "
+        "expert needs its score.",
         lambda d, x, r, c, n, k: (
             both(d, x, r, n, k)[0],
             both(d, x, r // n * k, n, k)[1],
+        ),
+    ),
+    (
+        "router_left_out_of_active",
+        "Active leaves the router out. Every token meets all of it: each expert needs "
+        "its score.",
+        lambda d, x, r, c, n, k: (both(d, x, r, n, k)[0], both(d, x, 0, n, k)[1]),
+    ),
+    (
+        "share_of_everything",
+        "Active is k/E of the whole. Attention, embedding, norms and router are met by "
+        "every token; only the experts are chosen.",
+        lambda d, x, r, c, n, k: (
+            both(d, x, r, n, k)[0],
+            both(d, x, r, n, k)[0] * k // n,
+        ),
+    ),
+    (
+        "one_row_of_the_embedding",
+        "Active counts one row of the embedding. Here all of it counts, as in the "
+        "published number.",
+        lambda d, x, r, c, n, k: (
+            both(d, x, r, n, k)[0],
+            both(d, x, r, n, k)[1] - (c.vocab_size - 1) * c.d_model,
         ),
     ),
     (
