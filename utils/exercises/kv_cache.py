@@ -2058,7 +2058,8 @@ class Think(nn.Module):
 
 
 LONG, LONG_GPT2 = replace(LLAMA, max_len=16), replace(GPT2, max_len=16)
-ONE_BLOCK = replace(LONG, n_layers=1)
+ONE_BLOCK, ONE_GPT2 = (replace(c, n_layers=1) for c in (LONG, LONG_GPT2))
+TWO_BLOCKS, TWO_GPT2 = (replace(c, n_layers=2) for c in (LONG, LONG_GPT2))
 
 
 def decoder(c, seed):
@@ -2219,7 +2220,7 @@ def _(answer, t):
     "Nothing about the last text may be kept outside the cache.",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1600)
         cache = room(c, 3)
         for i, sizes in enumerate(((4, 1, 2), (2, 1, 1), (9, 1))):
@@ -2235,7 +2236,7 @@ def _(answer, t):
     "What a call has to know of the text so far is in the cache it is given.",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1660)
         ids = [probe_ids(2, 7, below=c.vocab_size, seed=33 + i) for i in range(2)]
         sizes, caches, start = ((4, 1, 2), (2, 3, 2)), [room(c, 2), room(c, 2)], [0, 0]
@@ -2260,7 +2261,7 @@ def _(answer, t):
     "digits: it counts to 256.",
 )
 def _(answer, t):
-    for fields in (ONE_BLOCK, replace(LONG_GPT2, n_layers=1)):
+    for fields in (ONE_BLOCK, ONE_GPT2):
         c = replace(fields, max_len=5_000, rope_base=9.0)
         for dtype in (torch.float32, torch.bfloat16):
             model, _ = decoder(c, 1670)
@@ -2291,10 +2292,10 @@ def _(answer, t):
     for i, (c, sizes, padding) in enumerate(
         (
             (ONE_BLOCK, (5,), [2, 0, 3]),
-            (LONG, (6, 1, 1), [2, 0, 4]),
-            (LONG, (3, 2, 1, 2), [1, 4, 0]),
-            (LONG_GPT2, (5, 1, 1), [3, 0, 1]),
-            (LONG_GPT2, (2, 3, 1), [1, 0, 3]),
+            (TWO_BLOCKS, (6, 1, 1), [2, 0, 4]),
+            (TWO_BLOCKS, (3, 2, 1, 2), [1, 4, 0]),
+            (TWO_GPT2, (5, 1, 1), [3, 0, 1]),
+            (TWO_GPT2, (2, 3, 1), [1, 0, 3]),
         )
     ):
         model, truth = decoder(c, 1700 + 10 * i)
@@ -2310,7 +2311,7 @@ def _(answer, t):
     "the model was made for?",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1800)
         ids = probe_ids(2, 16, below=c.vocab_size, seed=40)
         cache = room(c, 2, max_len=30)
@@ -2355,7 +2356,7 @@ def _(answer, t):
 
 @forward_.requires("float64, bfloat16 and `eval()` work")
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1900)
         ids = probe_ids(2, 8, below=c.vocab_size, seed=50)
         cache = room(c, 2, dtype=torch.float64)
@@ -2452,7 +2453,7 @@ def left_alone(t, run, model):
 
 @forward_.requires("it creates nothing on another device")
 def _(answer, t):
-    for c in (ONE_BLOCK, replace(LONG_GPT2, n_layers=1)):
+    for c in (ONE_BLOCK, ONE_GPT2):
 
         def run(model, ids, padding=None, c=c):
             cache = room(c, 2, device=ids.device)
@@ -2868,7 +2869,7 @@ def _(answer, t):
     "Whose cache is it? One that outlives the call has to be reset.",
 )
 def _(answer, t):
-    model = Text(LONG, seed=3200)
+    model = Text(TWO_BLOCKS, seed=3200)
     for batch, size, n in ((3, 4, 3), (2, 6, 2), (3, 2, 5), (1, 3, 0), (3, 4, 3)):
         ids = probe_ids(batch, size, below=23, seed=70 + size)
         actual = t.call(answer, model, ids, n, temperature=0)
@@ -3037,7 +3038,7 @@ def _(answer, t):
     "`cached_forward` takes `padding`; in which of the passes does it matter?",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model = Text(c, seed=3500)
         ids, pads = probe_ids(3, 6, below=23, seed=62), [2, 0, 4]
         actual = t.call(
