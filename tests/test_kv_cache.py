@@ -1108,6 +1108,21 @@ def drawing(token):
     return generate_cached_
 
 
+def by_probabilities(logits, temperature, top_k, top_p, generator):
+    """A sample that cuts probabilities, not ranks."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    p = torch.softmax(logits.float() / temperature, -1)
+    if top_k is not None:
+        p = p * (p >= p.topk(top_k).values[:, -1:])
+        p = p / p.sum(-1, keepdim=True)
+    if top_p is not None and top_p < 1:
+        ranked, order = p.sort(descending=True)
+        kept = F.pad(ranked.cumsum(-1), (1, 0))[:, :-1] < top_p
+        p = p * torch.zeros_like(kept).scatter(-1, order, kept)
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
 def test_settings_that_do_not_reach_sample_are_named():
     def again(g):
         return g and g.manual_seed(g.initial_seed())
@@ -1119,6 +1134,7 @@ def test_settings_that_do_not_reach_sample_are_named():
         return sample(x, t, k, p, torch.manual_seed(0))
 
     passes(drawing(sample), "generate_cached")
+    passes(drawing(by_probabilities), "generate_cached")
     for name, token in (
         ("settings_not_passed", lambda x, t, k, p, g: sample(x)),
         ("temperature_not_passed", lambda x, t, k, p, g: sample(x, 1.0, k, p, g)),

@@ -30,7 +30,7 @@ from utils.exercises.forward_pass import (
     whole_decoder,
 )
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Crashed, Explained, Raised, Unmet
+from utils.trial import Crashed, Explained, Raised, Unmet, describe
 
 # KVCache ------------------------------------------------------------------------------
 
@@ -2876,8 +2876,9 @@ def _(answer, t):
         t.equal(actual, greedy(model, ids, n), f"a prompt of {size}: the text")
 
 
-# A temperature at which even the model that is sure draws all tokens equally often.
-HOT = 1e16
+# At this temperature even the model that is sure draws all tokens nearly equally often,
+# and not so nearly that float32 could not rank them.
+HOT = 1_000_000
 DRAWS = 2_000
 
 
@@ -2914,16 +2915,21 @@ def next_logits(model):
     return model(START)[:, -1].detach().double()
 
 
+def in_words(settings, named):
+    given = [describe(x) for x in settings]
+    given += [f"{name}={x}" for name, x in named.items()]
+    return ", ".join(given) or "no settings"
+
+
 def likeliest_come(t, answer, model, kept, *settings, **named):
     """At a high temperature exactly the `kept` likeliest tokens are drawn."""
     many = START.expand(500, -1)
     found = drawn(t, answer, model, many, 1, *settings, **named)[:, -1].unique()
     wanted = next_logits(model)[0].topk(kept).indices.sort().values
     t.trace.append(tuple(found.tolist()))
-    given = [*map(str, settings), *(f"{n}={x}" for n, x in named.items())]
     t.true(
         torch.equal(found, wanted),
-        f"With {', '.join(given)} the tokens {found.tolist()} came in 500 draws of one, "
+        f"With {in_words(settings, named)} the tokens {found.tolist()} came in 500 draws of one, "
         f"expected {wanted.tolist()}.",
     )
 
@@ -2938,7 +2944,7 @@ def as_often(t, answer, model, **named):
     token = over.argmax().item()
     t.true(
         over[token] <= 0,
-        f"With {named or 'no settings'} token {token} came in {found[token]:.1%} of "
+        f"With {in_words((), named)} token {token} came in {found[token]:.1%} of "
         f"{DRAWS:,} draws, expected {wanted[token]:.1%}.",
     )
 
