@@ -1,6 +1,7 @@
 """Lesson 10: the cache against lesson 08's model; other forms; wrong answers."""
 
 import math
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -356,7 +357,49 @@ class Strict(KVCache):
         return super().append(layer=layer, k=k, v=v)
 
 
-@pytest.mark.parametrize("form", [OneLength, BatchFirst, KeysAndValuesTogether, Strict])
+class Slotted:
+    """Nothing in a dictionary; lengths in a tensor."""
+
+    __slots__ = ("k", "lengths", "max_len", "v")
+
+    def __init__(
+        self, n_layers, batch, n_kv_heads, max_len, d_head, dtype=None, device=None
+    ):
+        whole = KVCache(n_layers, batch, n_kv_heads, max_len, d_head, dtype, device)
+        self.k, self.v, self.max_len = list(whole.k), list(whole.v), max_len
+        self.lengths = torch.zeros(n_layers, dtype=torch.int64)
+
+    @property
+    def length(self):
+        return self.lengths.min().item()
+
+    def append(self, layer, k, v):
+        if not 0 <= layer < len(self.k):
+            raise ValueError(f"no layer {layer}")
+        memory, start = self.k[layer], self.lengths[layer].item()
+        for x in (k, v):
+            fits = memory[:, :, :1].expand(-1, -1, k.shape[2], -1)
+            if (x.shape, x.dtype, x.device) != (fits.shape, fits.dtype, fits.device):
+                raise ValueError(
+                    f"{x.shape} {x.dtype} {x.device}, not {fits.shape} {fits.dtype} "
+                    f"{fits.device}"
+                )
+        stop = start + k.shape[2]
+        if stop > self.max_len:
+            raise ValueError(f"{stop} > {self.max_len}")
+        memory[:, :, start:stop].copy_(k)
+        self.v[layer][:, :, start:stop].copy_(v)
+        self.lengths[layer] = stop
+        return memory[:, :, :stop], self.v[layer][:, :, :stop]
+
+    def reset(self):
+        self.lengths.zero_()
+
+
+FORMS = [OneLength, BatchFirst, KeysAndValuesTogether, Strict, Slotted]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_other_forms_of_the_cache_pass(form):
     passes(form, "KVCache")
 
@@ -459,6 +502,14 @@ def attend_by_heads(q, k, v, mask):
     return torch.stack(out, 1)
 
 
+def attend_grouped(q, k, v, mask):
+    q = q.unflatten(1, (k.shape[1], -1))  # B K G T Dh
+    scores = torch.einsum("bkgtd,bksd->bkgts", q, k) / q.shape[-1] ** 0.5
+    lowest = torch.finfo(scores.dtype).min
+    weights = scores.masked_fill(~mask[:, :, None], lowest).softmax(-1)
+    return torch.einsum("bkgts,bksd->bkgtd", weights, v).flatten(1, 2)
+
+
 def attend_in_float64(q, k, v, mask):
     wide = (x.double() for x in (q, k, v))
     return attend_by_copies(*wide, mask).to(q.dtype)
@@ -476,6 +527,7 @@ def attend_with_a_mean_where_all_is_hidden(q, k, v, mask):
     [
         attend_by_copies,
         attend_fused,
+        attend_grouped,
         attend_by_heads,
         attend_in_float64,
         attend_with_a_mean_where_all_is_hidden,
@@ -679,7 +731,28 @@ class Shifting(RollingKVCache):
         return tuple(x[:, :, -back:] for x in seen)
 
 
-@pytest.mark.parametrize("form", [ByConcatenation, Shifting])
+class Queue(ByConcatenation):
+    """Single positions in a queue of limited length."""
+
+    def reset(self):
+        self.kept = [deque(maxlen=self.window) for _ in range(self.n_layers)]
+        self.length = 0
+
+    def append(self, layer, k, v):
+        queue = self.kept[layer]
+        self.kept[layer] = (self.empty, self.empty)
+        try:
+            super().append(layer, k, v)  # for its refusals and its length
+        finally:
+            self.kept[layer] = queue
+        old = list(queue)[-(self.window - 1) :] if self.window > 1 else []
+        pieces = zip(k.split(1, 2), v.split(1, 2), strict=True)
+        new = [(a.clone(), b.clone()) for a, b in pieces]
+        queue.extend(new)
+        return [torch.cat(each, 2) for each in zip(*old, *new, strict=True)]
+
+
+@pytest.mark.parametrize("form", [ByConcatenation, Shifting, Queue])
 def test_other_forms_of_the_rolling_cache_pass(form):
     passes(form, "RollingKVCache")
 
@@ -1006,6 +1079,275 @@ def test_common_mistakes_are_named():
         cache_with(append=lambda self, layer, k, v: shared(self, 0, k, v)),
         "KVCache",
     )
+
+
+def drawing(token):
+    """A generation in which `token(logits, *settings)` draws."""
+
+    def generate_cached_(
+        model,
+        ids,
+        n_tokens,
+        temperature=1.0,
+        top_k=None,
+        top_p=None,
+        generator=None,
+        padding=None,
+    ):
+        c, p, new = model.config, model.embedding.weight, ids
+        stop = ids.shape[1] + n_tokens
+        if ids.shape[1] == 0 or stop > c.max_len:
+            raise ValueError(f"from {ids.shape[1]} to {stop}, {c.max_len} at the most")
+        cache = room(c, len(ids), c.max_len, dtype=p.dtype, device=p.device)
+        for _ in range(n_tokens):
+            logits = cached_forward(model, new, cache, padding)[:, -1]
+            new = token(logits, temperature, top_k, top_p, generator)[:, None]
+            ids = torch.cat([ids, new], 1)
+        return ids
+
+    return generate_cached_
+
+
+def by_probabilities(logits, temperature, top_k, top_p, generator):
+    """A sample that cuts probabilities, not ranks."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    p = torch.softmax(logits.float() / temperature, -1)
+    if top_k is not None:
+        p = p * (p >= p.topk(top_k).values[:, -1:])
+        p = p / p.sum(-1, keepdim=True)
+    if top_p is not None and top_p < 1:
+        ranked, order = p.sort(descending=True)
+        kept = F.pad(ranked.cumsum(-1), (1, 0))[:, :-1] < top_p
+        p = p * torch.zeros_like(kept).scatter(-1, order, kept)
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+def test_settings_that_do_not_reach_sample_are_named():
+    def again(g):
+        return g and g.manual_seed(g.initial_seed())
+
+    def twice(x, t, *rest):
+        return sample(x / (t or 1), t, *rest)
+
+    def seeding(x, t, k, p, g):
+        return sample(x, t, k, p, torch.manual_seed(0))
+
+    passes(drawing(sample), "generate_cached")
+    passes(drawing(by_probabilities), "generate_cached")
+    for name, token in (
+        ("settings_not_passed", lambda x, t, k, p, g: sample(x)),
+        ("temperature_not_passed", lambda x, t, k, p, g: sample(x, 1.0, k, p, g)),
+        ("top_k_not_passed", lambda x, t, k, p, g: sample(x, t, None, p, g)),
+        ("top_p_not_passed", lambda x, t, k, p, g: sample(x, t, k, generator=g)),
+        ("generator_not_passed", lambda x, t, k, p, g: sample(x, t, k, p)),
+        ("top_k_and_top_p_exchanged", lambda x, t, k, p, g: sample(x, t, p, k, g)),
+        ("temperature_taken_twice", twice),
+        ("probabilities_for_logits", lambda x, *rest: sample(x.softmax(-1), *rest)),
+        ("always_the_likeliest", lambda x, *rest: x.argmax(-1)),
+        ("seeds_each_call", seeding),
+        ("generator_started_again", lambda x, t, k, p, g: sample(x, t, k, p, again(g))),
+    ):
+        fails(drawing(token), "generate_cached", name)
+
+
+def test_other_defaults_of_generation_are_named():
+    right = generate_cached
+
+    def hot(model, ids, n_tokens, temperature=0.9, *args, **kwargs):
+        return right(model, ids, n_tokens, temperature, *args, **kwargs)
+
+    def few(model, ids, n_tokens, temperature=1.0, top_k=15, *args, **kwargs):
+        return right(model, ids, n_tokens, temperature, top_k, *args, **kwargs)
+
+    def cut(model, ids, n_tokens, temperature=1.0, top_k=None, top_p=0.9, *args, **kw):
+        return right(model, ids, n_tokens, temperature, top_k, top_p, *args, **kw)
+
+    def order(
+        model, ids, n_tokens, temperature=1.0, top_p=None, top_k=None, *args, **kw
+    ):
+        return right(model, ids, n_tokens, temperature, top_k, top_p, *args, **kw)
+
+    for wrong, name in (
+        (hot, "temperature_by_default"),
+        (few, "top_k_by_default"),
+        (cut, "top_p_by_default"),
+        (order, "order_of_arguments"),
+    ):
+        fails(wrong, "generate_cached", name)
+
+
+def test_rotation_and_length_in_the_wrong_place_are_named():
+    def wrong(how):
+        def cached_forward_(model, ids, cache, padding=None):
+            c, start, t = model.config, cache.length, ids.shape[1]
+            if start + t > c.max_len:
+                raise ValueError(f"{start + t} > {c.max_len}")
+
+            def at(first):
+                places = torch.arange(t, device=ids.device) + first
+                return places if padding is None else (
+                    (places - padding[:, None]).clamp(min=0))  # fmt: skip
+
+            x = model.embedding(ids)
+            if c.style == "gpt2":
+                x = x + model.positions(at(start))
+            for i, block in enumerate(model.blocks):
+                a, y = block.attention, block.norm_1(x)
+                q = split_heads(a.w_q(y), c.n_heads)
+                k = split_heads(a.w_k(y), c.n_kv_heads)
+                v = split_heads(a.w_v(y), c.n_kv_heads)
+
+                def turn(x, places):
+                    return rope(x, places, c.rope_base) if c.style == "llama" else x
+
+                q, k, v = how(q, k, v, partial(cache.append, i), turn, at, cache)
+                mask = chunk_mask(t, k.shape[2], padding).to(ids.device)
+                x = x + a.w_o(merge_heads(attend_by_copies(q, k, v, mask)))
+                x = x + block.feed_forward(block.norm_2(x))
+            return model.head(model.norm(x))
+
+        return torch.no_grad()(cached_forward_)
+
+    def right(q, k, v, append, turn, at, cache):
+        places = at(cache.length)
+        return turn(q, places), *append(turn(k, places), v)
+
+    def late(q, k, v, append, turn, at, cache):
+        places = at(cache.length)
+        k, v = append(k, v)
+        return turn(q, places), turn(k, places), v
+
+    def by_place(q, k, v, append, turn, at, cache):
+        places = at(cache.length)
+        k, v = append(k, v)
+        return turn(q, places), turn(k, torch.arange(k.shape[2], device=k.device)), v
+
+    def new_alone(q, k, v, append, turn, at, cache):
+        places, new = at(cache.length), turn(k, at(cache.length))
+        k, v = append(k, v)
+        return turn(q, places), torch.cat([k[:, :, : -new.shape[2]], new], 2), v
+
+    def never(q, k, v, append, turn, at, cache):
+        return turn(q, at(cache.length)), *append(k, v)
+
+    def length_after(q, k, v, append, turn, at, cache):
+        k, v = append(turn(k, at(cache.length)), v)
+        return turn(q, at(cache.length)), k, v
+
+    def counted_back(q, k, v, append, turn, at, cache):
+        k, v = append(turn(k, at(cache.length)), v)
+        return turn(q, at(cache.length - q.shape[2])), k, v
+
+    passes(wrong(right), "cached_forward")
+    for how, name in (
+        (late, "old_keys_at_the_new_position"),
+        (by_place, "rotated_by_their_place"),
+        (new_alone, "stored_before_rotation"),
+        (never, "keys_not_rotated"),
+        (length_after, "length_read_after_append"),
+        (counted_back, "counted_back_from_the_length"),
+    ):
+        fails(wrong(how), "cached_forward", name)
+
+
+def test_mistakes_with_groups_of_heads_are_named():
+    def interleaved(q, k, v, mask):
+        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+        rows = mask.repeat_interleave(q.shape[1] // k.shape[1], 2)
+        return attention(grouped, k, v, rows).reshape(q.shape)
+
+    def tiled(q, k, v, mask):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)
+        return attention(q, k, v, mask)
+
+    def reshaped(q, k, v, mask):
+        out = attend_by_copies(q, k, v, mask)
+        return split_heads(out.reshape(len(q), q.shape[2], -1), q.shape[1])
+
+    for attend, name in (
+        (interleaved, "mask_rows_interleaved"),
+        (tiled, "group_of_heads_tiled"),
+        (reshaped, "heads_not_merged"),
+    ):
+        fails(partial(plain, attend=attend), "cached_forward", name)
+
+
+def test_mistakes_with_a_ring_are_named():
+    class Around(RollingKVCache):
+        """The reference's ring, with its two steps to be changed."""
+
+        def old(self, places):
+            return places
+
+        def new(self, places):
+            return places, slice(None)
+
+        def append(self, layer, k, v):
+            start, t, window = self.lengths[layer], k.shape[2], self.window
+            memory = [x.clone() for x in (self.k[layer], self.v[layer])]
+            RollingKVCache.append(self, layer, k, v)
+            before = torch.arange(max(0, start - window + 1), start) % window
+            before = self.old(before)
+            after = torch.arange(max(start, start + t - window), start + t) % window
+            after, which = self.new(after)
+            for whole, held, x in zip((self.k, self.v), memory, (k, v), strict=True):
+                whole[layer] = held
+                whole[layer][:, :, after] = x[:, :, -window:][:, :, which]
+            return [torch.cat([held[:, :, before], x], 2)
+                    for held, x in zip(memory, (k, v), strict=True)]  # fmt: skip
+
+    def in_memory_order(self, places):
+        return places.sort().values
+
+    def not_around(self, places):
+        there = self.window - int(places[0])
+        return places[:there], slice(there)
+
+    passes(wrong_cache(Around), "RollingKVCache")
+    for changed, name in (
+        (dict(old=in_memory_order), "old_in_the_order_of_the_memory"),
+        (dict(new=not_around), "cut_at_the_end_of_the_memory"),
+        (dict(reset=lambda self: None), "no_reset"),
+    ):
+        wrong = type("RollingKVCache", (Around,), changed)
+        fails(wrong, "RollingKVCache", name)
+
+
+def test_memory_never_written_does_not_hide_a_mistake():
+    class AtTheFirst(OneLength):
+        def append(self, layer, k, v):
+            before = self.length
+            out = OneLength.append(self, layer, k, v)
+            self.length = before + k.shape[2] * (layer == 0)
+            return out
+
+    AtTheFirst.__name__ = "KVCache"
+    fails(AtTheFirst, "KVCache", "length_at_the_first_layer")
+
+
+def test_places_left_unused_are_named_whatever_the_refusal_says():
+    def full_early(self, layer, k, v):
+        if self.lengths[layer] + k.shape[2] == self.k.shape[3]:
+            raise ValueError("I am full")
+        return KVCache.append(self, layer, k, v)
+
+    fails(cache_with(append=full_early), "KVCache", "one_place_unused")
+
+    def long_chunks(model, ids, cache, padding=None):
+        if ids.shape[1] > 1 and cache.length + ids.shape[1] == model.config.max_len:
+            raise ValueError("that is too much")
+        return plain(model, ids, cache, padding)
+
+    fails(long_chunks, "cached_forward", "one_place_unused")
+
+    def long_texts(model, ids, n_tokens, *args, **kwargs):
+        if ids.shape[1] + n_tokens == model.config.max_len:
+            raise ValueError("that is too much")
+        return generate_cached(model, ids, n_tokens, *args, **kwargs)
+
+    fails(long_texts, "generate_cached", "one_place_unused")
 
 
 def test_reference_is_what_the_module_exports():

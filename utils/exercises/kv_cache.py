@@ -1,6 +1,7 @@
 """Lesson 10: the cache, what a query may see of it, and generation through it."""
 
 import math
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from utils.exercises.forward_pass import (
     whole_decoder,
 )
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Crashed, Explained, Raised, Unmet
+from utils.trial import Crashed, Explained, Raised, Unmet, describe
 
 # KVCache ------------------------------------------------------------------------------
 
@@ -145,15 +146,31 @@ def length_is(t, cache, expected, when):
     t.equal(found, expected, f"{when}: `length`")
 
 
-def appended(t, cache, layer, chunks, when="", seen=None):
-    """Append the last of `chunks`; their last `seen` positions must come back."""
-    found = t.call(cache.append, layer, *chunks[-1])
+def taken(t, f, *args):
+    """`t.call`, where a ValueError is a refusal, in whatever words."""
+    try:
+        return t.call(f, *args)
+    except Crashed as crash:
+        if isinstance(crash.error, ValueError):
+            t.trace[-1] = "ValueError"
+        raise
+
+
+def appended(t, cache, layer, chunks, when="", seen=None, unwritten=False):
+    """Append the last of `chunks`; their last `seen` positions must come back.
+
+    unwritten: a mistake may show memory that nobody has written to, which can hold
+        anything, so that its shape alone tells mistakes apart.
+    """
+    found = taken(t, cache.append, layer, *chunks[-1])
     t.is_tuple(found, 2, "what `append` returns")
     for i, name in ((0, "keys"), (1, "values")):
         what = f"what `append` returns as {name}"
         t.is_tensor(found[i], what)
         expected = torch.cat([each[i] for each in chunks], 2)
         expected = expected if seen is None else expected[:, :, -seen:]
+        if unwritten and found[i].shape != expected.shape:
+            t.trace[-1] = tuple(tuple(getattr(x, "shape", ())) for x in found)
         t.equal(found[i].detach().clone(), expected, f"{when}{what}")
     return found
 
@@ -300,7 +317,7 @@ def _(answer, t):
     for step, size in enumerate((2, 1, 3)):
         for layer in range(3):
             chunks[layer].append(chunk(size, seed=10 * step + layer))
-            appended(t, cache, layer, chunks[layer], f"layer {layer}: ")
+            appended(t, cache, layer, chunks[layer], f"layer {layer}: ", unwritten=True)
     length_is(t, cache, 6, "after passes of 2, 1 and 3")
 
 
@@ -314,6 +331,7 @@ def _(answer, t):
     for step, size in enumerate((2, 1, 3)):
         for layer in range(3):
             t.call(cache.append, layer, *chunk(size, seed=10 * step + layer))
+            t.trace.pop()
             found.append(cache.length)
     t.trace.append(tuple(found))
     expected = [0, 0, 2, 2, 2, 3, 3, 3, 6]
@@ -508,7 +526,7 @@ def _(answer, t):
 )
 def _(answer, t):
     cache, held = new_cache(answer, t, n_layers=2, max_len=200), {}
-    tensors_in(vars(cache), held)
+    tensors_in(cache, held)
     for layer in range(2):
         tensors_in(t.call(cache.append, layer, *chunk(3)), held)
     needed = 2 * 2 * 2 * 3 * 200 * 5 * 4
@@ -541,18 +559,23 @@ def apart(answer, t, new, append):
     append(other, [*chunks[1], chunk(1, seed=99)])
 
 
-def tensors_in(value, seen=None):
-    """Every tensor that an object holds, by the storage that it keeps alive."""
+def tensors_in(value, seen=None, looked_at=()):
+    """Bytes of every tensor that an object holds, by the storage that it keeps alive."""
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
         seen[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(value, dict):
-        for each in value.values():
-            tensors_in(each, seen)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            tensors_in(each, seen)
+    elif not isinstance(value, type) and id(value) not in looked_at:
+        if isinstance(value, dict):
+            parts = value.values()
+        elif isinstance(value, (list, tuple, set, deque)):
+            parts = value
+        else:  # an object: what it has in its dictionary, and in slots
+            slots = (getattr(c, "__slots__", ()) for c in type(value).__mro__)
+            named = (getattr(value, n, None) for each in slots for n in tuple(each))
+            parts = [*getattr(value, "__dict__", {}).values(), *named]
+        for part in parts:
+            tensors_in(part, seen, (*looked_at, id(value)))
     return seen
 
 
@@ -1194,7 +1217,7 @@ def bytes_agree(t, answer, c, length, batch=1, dtype=torch.float16):
     "else is stored.",
 )
 def _(answer, t):
-    bytes_agree(t, answer, LLAMA, 7)
+    bytes_agree(t, answer, LLAMA, 13)
     bytes_agree(t, answer, replace(LLAMA, n_kv_heads=1, n_layers=5), 11)
     bytes_agree(t, answer, GPT2, 3)
 
@@ -1257,6 +1280,13 @@ for name, sentence, formula in (
         "It counts `n_heads`. Keys and values have `n_kv_heads`, which is the point of "
         "sharing them.",
         lambda c, t, b, size: 2 * c.n_layers * c.n_heads * c.d_head * t * b * size,
+    ),
+    (
+        "queries_too",
+        "Queries are counted too. They are used once, and nobody asks for them again.",
+        lambda c, t, b, size: (
+            c.n_layers * (c.n_heads + 2 * c.n_kv_heads) * c.d_head * t * b * size
+        ),
     ),
     (
         "group_size",
@@ -1536,7 +1566,7 @@ def _(answer, t):
             for layer in range(2):
                 new = chunk(size, seed=step, dtype=torch.float64)
                 t.call(cache.append, layer, *new)
-            held = sum(tensors_in(vars(cache)).values())
+            held = sum(tensors_in(cache).values())
             halfway = held if step == 9 else halfway
         t.trace.append(held > halfway)
         needed = 2 * 2 * 2 * 3 * window * 5 * 8
@@ -1585,17 +1615,48 @@ def rolling_fault(name, sentence, **methods):
 
 
 class Ring(Rolling):
-    """As `Rolling`, in a ring of places that is returned as it lies in memory."""
+    """As `Rolling`, in a ring of places, for what goes wrong with these."""
+
+    def take_memory(self, **kind):
+        Cache.take_memory(self, **kind)
 
     def append(self, layer, k, v):
-        seen = super().append(layer, k, v)
-        stop = self.stops[layer]
-        if stop <= self.window:
-            return seen
-        places = torch.arange(stop - self.window, stop) % self.window
-        if k.shape[2] > 1:
-            return seen
-        return tuple(x[:, :, places.argsort()] for x in seen)
+        self.refuse_shape(k, v)
+        self.refuse_kind(k, v)
+        start, t = self.stops[layer], k.shape[2]
+        self.stops[layer] += t
+        first = max(0, start - self.window + 1)
+        old = self.old(torch.arange(first, start) % self.window)
+        stop = start + t
+        seen = []
+        for memory, new in ((self.k[layer], k), (self.v[layer], v)):
+            seen.append(torch.cat([memory[:, :, old], new], 2))
+            first = max(start, stop - self.window)
+            last = new[:, :, first - start :]
+            self.put(memory, torch.arange(first, stop) % self.window, last)
+        return tuple(self.in_order(x, stop) for x in seen)
+
+    def old(self, places):
+        return places
+
+    def put(self, memory, places, new):
+        memory[:, :, places] = new
+
+    def in_order(self, x, stop):
+        return x
+
+
+def as_it_lies(self, x, stop):
+    """A full ring in the order of its memory, as far as it is one position."""
+    if x.shape[2] != self.window or stop <= self.window:
+        return x
+    return x[:, :, (torch.arange(stop - self.window, stop) % self.window).argsort()]
+
+
+def not_around(self, memory, places, new):
+    """Cut where the memory ends."""
+    there = self.window - int(places[0])
+    memory[:, :, places[:there]] = new[:, :, :there]
 
 
 spoiled(
@@ -1604,6 +1665,23 @@ spoiled(
     "order_of_the_memory",
     "They come back in the order in which they lie in memory. Once it has wrapped round, "
     "that is not the order of the text.",
+    in_order=as_it_lies,
+)
+spoiled(
+    rolling,
+    Ring,
+    "old_in_the_order_of_the_memory",
+    "The new ones come last, as they should, and those before them in the order in which "
+    "they lie in memory. Once it has wrapped round, that is not the order of the text.",
+    old=lambda self, places: places.sort().values,
+)
+spoiled(
+    rolling,
+    Ring,
+    "cut_at_the_end_of_the_memory",
+    "What does not fit between its first place and the end of the memory is lost. A "
+    "chunk goes on at place 0.",
+    put=not_around,
 )
 rolling_fault(
     "newest_first",
@@ -1824,7 +1902,7 @@ for name, sentence, methods in (
         "`reset` changes nothing: the next text is stored behind the last one, and sees "
         "it.",
         lambda base: dict(
-            reset=lambda self: hasattr(self, "stops") or base.reset(self)
+            reset=lambda self: None if hasattr(self, "stops") else base.reset(self)
         ),
     ),
     (
@@ -1980,7 +2058,8 @@ class Think(nn.Module):
 
 
 LONG, LONG_GPT2 = replace(LLAMA, max_len=16), replace(GPT2, max_len=16)
-ONE_BLOCK = replace(LONG, n_layers=1)
+ONE_BLOCK, ONE_GPT2 = (replace(c, n_layers=1) for c in (LONG, LONG_GPT2))
+TWO_BLOCKS, TWO_GPT2 = (replace(c, n_layers=2) for c in (LONG, LONG_GPT2))
 
 
 def decoder(c, seed):
@@ -2010,7 +2089,7 @@ def in_chunks(t, answer, model, truth, ids, sizes, cache, padding=None):
     start = 0
     for i, (size, chunk_ids) in enumerate(zip(sizes, ids.split(sizes, 1), strict=True)):
         given = (model, chunk_ids, cache) + ((padding,) * (padding is not None))
-        actual = t.call(answer, *given)
+        actual = taken(t, answer, *given)
         t.is_tensor(actual, "what it returns")
         shape = (*chunk_ids.shape, model.config.vocab_size)
         if actual.shape != shape:
@@ -2141,7 +2220,7 @@ def _(answer, t):
     "Nothing about the last text may be kept outside the cache.",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1600)
         cache = room(c, 3)
         for i, sizes in enumerate(((4, 1, 2), (2, 1, 1), (9, 1))):
@@ -2157,7 +2236,7 @@ def _(answer, t):
     "What a call has to know of the text so far is in the cache it is given.",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1660)
         ids = [probe_ids(2, 7, below=c.vocab_size, seed=33 + i) for i in range(2)]
         sizes, caches, start = ((4, 1, 2), (2, 3, 2)), [room(c, 2), room(c, 2)], [0, 0]
@@ -2182,7 +2261,7 @@ def _(answer, t):
     "digits: it counts to 256.",
 )
 def _(answer, t):
-    for fields in (ONE_BLOCK, replace(LONG_GPT2, n_layers=1)):
+    for fields in (ONE_BLOCK, ONE_GPT2):
         c = replace(fields, max_len=5_000, rope_base=9.0)
         for dtype in (torch.float32, torch.bfloat16):
             model, _ = decoder(c, 1670)
@@ -2213,10 +2292,10 @@ def _(answer, t):
     for i, (c, sizes, padding) in enumerate(
         (
             (ONE_BLOCK, (5,), [2, 0, 3]),
-            (LONG, (6, 1, 1), [2, 0, 4]),
-            (LONG, (3, 2, 1, 2), [1, 4, 0]),
-            (LONG_GPT2, (5, 1, 1), [3, 0, 1]),
-            (LONG_GPT2, (2, 3, 1), [1, 0, 3]),
+            (TWO_BLOCKS, (6, 1, 1), [2, 0, 4]),
+            (TWO_BLOCKS, (3, 2, 1, 2), [1, 4, 0]),
+            (TWO_GPT2, (5, 1, 1), [3, 0, 1]),
+            (TWO_GPT2, (2, 3, 1), [1, 0, 3]),
         )
     ):
         model, truth = decoder(c, 1700 + 10 * i)
@@ -2232,13 +2311,13 @@ def _(answer, t):
     "the model was made for?",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1800)
         ids = probe_ids(2, 16, below=c.vocab_size, seed=40)
         cache = room(c, 2, max_len=30)
         in_chunks(t, answer, model, truth, ids, (15, 1), cache)
-        t.raises(
-            ValueError,
+        refuses(
+            t,
             answer,
             model,
             ids[:, :1],
@@ -2250,8 +2329,8 @@ def _(answer, t):
             in_chunks(t, answer, model, truth, ids, sizes, room(c, 2))
         cache = room(c, 2, max_len=30)
         in_chunks(t, answer, model, truth, ids[:, :9], (9,), cache)
-        t.raises(
-            ValueError,
+        refuses(
+            t,
             answer,
             model,
             ids[:, :8],
@@ -2264,8 +2343,8 @@ def _(answer, t):
             cache.stops == [9] * c.n_layers,
             "A call that is refused has stored tokens in the cache all the same.",
         )
-        t.raises(
-            ValueError,
+        refuses(
+            t,
             answer,
             model,
             ids[:, :9],
@@ -2277,7 +2356,7 @@ def _(answer, t):
 
 @forward_.requires("float64, bfloat16 and `eval()` work")
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1900)
         ids = probe_ids(2, 8, below=c.vocab_size, seed=50)
         cache = room(c, 2, dtype=torch.float64)
@@ -2374,7 +2453,7 @@ def left_alone(t, run, model):
 
 @forward_.requires("it creates nothing on another device")
 def _(answer, t):
-    for c in (ONE_BLOCK, replace(LONG_GPT2, n_layers=1)):
+    for c in (ONE_BLOCK, ONE_GPT2):
 
         def run(model, ids, padding=None, c=c):
             cache = room(c, 2, device=ids.device)
@@ -2790,15 +2869,16 @@ def _(answer, t):
     "Whose cache is it? One that outlives the call has to be reset.",
 )
 def _(answer, t):
-    model = Text(LONG, seed=3200)
+    model = Text(TWO_BLOCKS, seed=3200)
     for batch, size, n in ((3, 4, 3), (2, 6, 2), (3, 2, 5), (1, 3, 0), (3, 4, 3)):
         ids = probe_ids(batch, size, below=23, seed=70 + size)
         actual = t.call(answer, model, ids, n, temperature=0)
         t.equal(actual, greedy(model, ids, n), f"a prompt of {size}: the text")
 
 
-# A temperature at which even the model that is sure draws all tokens equally often.
-HOT = 1e16
+# At this temperature even the model that is sure draws all tokens nearly equally often,
+# and not so nearly that float32 could not rank them.
+HOT = 1_000_000
 DRAWS = 2_000
 
 
@@ -2835,16 +2915,21 @@ def next_logits(model):
     return model(START)[:, -1].detach().double()
 
 
+def in_words(settings, named):
+    given = [describe(x) for x in settings]
+    given += [f"{name}={x}" for name, x in named.items()]
+    return ", ".join(given) or "no settings"
+
+
 def likeliest_come(t, answer, model, kept, *settings, **named):
     """At a high temperature exactly the `kept` likeliest tokens are drawn."""
     many = START.expand(500, -1)
     found = drawn(t, answer, model, many, 1, *settings, **named)[:, -1].unique()
     wanted = next_logits(model)[0].topk(kept).indices.sort().values
     t.trace.append(tuple(found.tolist()))
-    given = [*map(str, settings), *(f"{n}={x}" for n, x in named.items())]
     t.true(
         torch.equal(found, wanted),
-        f"With {', '.join(given)} the tokens {found.tolist()} came in 500 draws of one, "
+        f"With {in_words(settings, named)} the tokens {found.tolist()} came in 500 draws of one, "
         f"expected {wanted.tolist()}.",
     )
 
@@ -2859,7 +2944,7 @@ def as_often(t, answer, model, **named):
     token = over.argmax().item()
     t.true(
         over[token] <= 0,
-        f"With {named or 'no settings'} token {token} came in {found[token]:.1%} of "
+        f"With {in_words((), named)} token {token} came in {found[token]:.1%} of "
         f"{DRAWS:,} draws, expected {wanted[token]:.1%}.",
     )
 
@@ -2959,7 +3044,7 @@ def _(answer, t):
     "`cached_forward` takes `padding`; in which of the passes does it matter?",
 )
 def _(answer, t):
-    for c in (LONG, LONG_GPT2):
+    for c in (TWO_BLOCKS, TWO_GPT2):
         model = Text(c, seed=3500)
         ids, pads = probe_ids(3, 6, below=23, seed=62), [2, 0, 4]
         actual = t.call(
@@ -2994,7 +3079,7 @@ def _(answer, t):
             because=f"{size} tokens and {n} new ones where max_len is 16",
         )
     t.true(not model.read, "The model ran before the text was refused.")
-    actual = t.call(answer, model, PROMPTS, 12, temperature=0)
+    actual = taken(t, answer, model, PROMPTS, 12, 0)
     t.equal(actual, greedy(model, PROMPTS, 12), "exactly max_len: the text")
 
 
@@ -3052,7 +3137,8 @@ def generator_that(wrong=""):
         c, (batch, t) = model.config, ids.shape
         if t == 0 and wrong != "empty_unchecked":
             raise ValueError("empty")
-        longest = c.max_len + (wrong == "one_past_max_len")
+        longest = c.max_len
+        longest += {"one_past_max_len": 1, "one_place_unused": -1}.get(wrong, 0)
         too_long = (
             t > c.max_len if wrong == "prompt_alone_checked" else t + n_tokens > longest
         )
@@ -3194,6 +3280,7 @@ GENERATE_FAULTS = {
     "in the middle.",
     "prompt_alone_checked": "Only the prompt is compared with max_len. The new tokens "
     "need room too.",
+    "one_place_unused": "A text of exactly max_len tokens is refused. It fits.",
     "one_past_max_len": "One token more than max_len is let through.",
     "stops_at_max_len": "Fewer tokens than asked for come back, without a word.",
     "room_for_new_tokens_alone": "The cache has room for the new tokens alone. The "
