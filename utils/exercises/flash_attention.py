@@ -1,20 +1,24 @@
 """Lesson 11: online softmax, attention in blocks, its gradient, traffic, a kernel."""
 
 import gc
+import inspect
+import linecache
 import math
 import os
+import textwrap
 import warnings
 import weakref
-from functools import partial, wraps
+from functools import cache, partial, wraps
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from utils.bounds import OutsideTensor, pointers_checked
 from utils.cost import Cost, peak_bytes, saved_bytes
 from utils.exercise import Exercise, Joint
 from utils.probe import probe, strided
-from utils.trial import Explained, LeftOut, dtype
+from utils.trial import Crashed, Explained, LeftOut, dtype
 
 try:
     import triton
@@ -2118,12 +2122,29 @@ def plainly(answer):
     return call
 
 
+def run_kernel(t, answer, q, k, v, *args, **kwargs):
+    """Call the answer; what is recorded of a pointer outside its tensor names a fault.
+
+    Where batches and heads come, blocks and strides have been right for one head, so
+    that only the place of a head can be wrong.
+    """
+    with warnings.catch_warnings(), pointers_checked():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow
+        try:
+            return t.call(plainly(answer), q, k, v, *args, **kwargs)
+        except Crashed as crash:
+            if not isinstance(crash.error, OutsideTensor):
+                raise
+            ends_in_a_block = q.shape[0] * q.shape[1] == 1 and q.shape[2] % 16
+            access = "reads" if "reads" in str(crash.error) else "writes"
+            t.trace[:] = [f"{access} outside" if ends_in_a_block else "outside"]
+            raise Explained(f"A pointer led outside: {crash.error}.") from crash
+
+
 def from_kernel(t, answer, q, k, v, *args, relaxed=None, **kwargs):
     where = mode()
     q, k, v = (x.to(where) for x in (q, k, v))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow
-        found = t.call(plainly(answer), q, k, v, *args, **kwargs)
+    found = run_kernel(t, answer, q, k, v, *args, **kwargs)
     t.is_tuple(found, 2, "the result (output and log-sum-exp)")
     causal = args[0] if args else kwargs.get("causal", False)
     wide = [x.detach().cpu().double() for x in (q, k, v)]
@@ -2223,7 +2244,7 @@ def _(answer, t):
     where = mode()
     q, k, v = (x.to(where) for x in heads(1, 1, t_q=16, t_k=16, d_head=16, seed=70))
     with Cost() as cost:  # it counts ready-made attention on the CPU too
-        t.call(answer, q, k, v, False, 16, 16)
+        run_kernel(t, answer, q, k, v, False, 16, 16)
     t.true(
         cost.flops == 0,
         f"PyTorch did {cost.flops:,} floating-point operations in matrix "
@@ -2243,9 +2264,7 @@ def _(answer, t):
     first = [x.double() for x in first]
     v[:, :, keys:] = torch.nan  # the weight 0 does not hide it: 0 · NaN is NaN
     q, k, v = (x.to(where) for x in (q, k, v))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        found = t.call(plainly(answer), q, k, v, True, 64, 64)
+    found = run_kernel(t, answer, q, k, v, True, 64, 64)
     t.is_tuple(found, 2, "the result (output and log-sum-exp)")
     output, lse = found[0][:, :, :rows], found[1][:, :, :rows]
     touched = output.isnan().any(-1).sum().item()
@@ -2268,23 +2287,23 @@ def _(answer, t):
 def _(answer, t):
     where = mode()
     q, k, v = (x.to(where) for x in heads(2, 3, t_q=20, t_k=16, d_head=16, seed=80))
-    why = "causal, with 20 queries and 16 keys"
-    t.raises(ValueError, answer, q, k, v, True, mentions=(20, 16), because=why)
-    why = "3 heads of queries and 1 of keys and values"
     few = (q, k[:, :1], v[:, :1])
-    t.raises(ValueError, answer, *few, mentions=(3, 1), because=why)
-    why = "a block of 0"
-    t.raises(ValueError, answer, q, k, v, False, 0, 16, mentions=[0], because=why)
     wrong = torch.float64 if where == "cuda" else torch.bfloat16
     name = str(wrong).removeprefix("torch.")
     others = (x.to(wrong) for x in (q, k, v))
-    t.raises(ValueError, answer, *others, mentions=[name], because=f"{name} inputs")
+    for why, mentions, args in (
+        ("causal, with 20 queries and 16 keys", (20, 16), (q, k, v, True)),
+        ("3 heads of queries and 1 of keys and values", (3, 1), few),
+        ("a block of 0", [0], (q, k, v, False, 0, 16)),
+        (f"{name} inputs", [name], others),
+    ):
+        with pointers_checked():  # where it is not refused, it runs
+            t.raises(ValueError, plainly(answer), *args, mentions=mentions, because=why)
 
 
 if triton is not None:
 
-    @triton.jit
-    def kernel_with_a_fault(
+    def right_kernel(
         q_ptr,
         k_ptr,
         v_ptr,
@@ -2302,8 +2321,8 @@ if triton is not None:
         D: tl.constexpr,
         Q: tl.constexpr,
         K: tl.constexpr,
-        FAULT: tl.constexpr,
     ):
+        """What the faults below change a line of; never run as it stands."""
         top, pair = tl.program_id(0) * Q, tl.program_id(1)
         b, h = pair // n_heads, pair % n_heads
         rows, columns, keys = top + tl.arange(0, Q), tl.arange(0, D), tl.arange(0, K)
@@ -2311,266 +2330,286 @@ if triton is not None:
         k_b, k_h, k_t, k_d = k_strides
         v_b, v_h, v_t, v_d = v_strides
         o_b, o_h, o_t, o_d = out_strides
-        q_at, k_at = q_ptr + b * q_b + h * q_h, k_ptr + b * k_b + h * k_h
-        v_at = v_ptr + b * v_b + h * v_h
-        if FAULT == "contiguous heads":
-            q_at, k_at = q_ptr + pair * q_h, k_ptr + pair * k_h
-            v_at = v_ptr + pair * v_h
-        if FAULT == "heads of the first batch":
-            k_at, v_at = k_ptr + h * k_h, v_ptr + h * v_h
-        if FAULT == "first head":
-            k_at, v_at = k_ptr + b * k_b, v_ptr + b * v_b
-        if FAULT == "columns are neighbours":
-            q_d, k_d, v_d = 1, 1, 1
-        q_at = q_at + rows[:, None] * q_t + columns * q_d
+        q_at = q_ptr + b * q_b + h * q_h + rows[:, None] * q_t + columns * q_d
+        k_at = k_ptr + b * k_b + h * k_h + columns[:, None] * k_d
+        v_at = v_ptr + b * v_b + h * v_h + columns * v_d
+        out_at = out_ptr + b * o_b + h * o_h + rows[:, None] * o_t + columns * o_d
+        lse_at = lse_ptr + pair * t_q + rows
         q = tl.load(q_at, mask=rows[:, None] < t_q, other=0.0)
         m = tl.full([Q], float("-inf"), tl.float32)
-        if FAULT == "starts at zero":
-            m = tl.zeros([Q], tl.float32)
         total = tl.zeros([Q], tl.float32)
         out = tl.zeros([Q, D], tl.float32)
         end = t_k
-        if FAULT == "last keys dropped":
-            end = t_k // K * K
-        if CAUSAL and (
-            FAULT != "hidden blocks"
-            and FAULT != "causal ignored"
-            and FAULT != "within the block"
-        ):
-            end = tl.minimum(end, t_k - t_q + top + Q)
+        if CAUSAL:
+            end = tl.minimum(t_k, t_k - t_q + top + Q)
         for left in range(0, end, K):
-            there = left + keys < t_k
-            k = tl.load(
-                k_at + (left + keys) * k_t + columns[:, None] * k_d,
-                mask=there,
-                other=0.0,
-            )
-            v = tl.load(
-                v_at + (left + keys)[:, None] * v_t + columns * v_d,
-                mask=there[:, None],
-                other=0.0,
-            )
+            at = left + keys
+            k = tl.load(k_at + at * k_t, mask=at < t_k, other=0.0)
+            v = tl.load(v_at + at[:, None] * v_t, mask=at[:, None] < t_k, other=0.0)
             s = tl.dot(q, k, input_precision="ieee") * scale
-            if FAULT != "missing keys score zero":
-                s = tl.where(there[None, :], s, float("-inf"))
-            if CAUSAL and FAULT != "causal ignored":
-                at = rows + t_k - t_q
-                if FAULT == "top left":
-                    at = rows
-                if FAULT == "within the block":
-                    at = rows - top + left
-                if FAULT == "own position hidden":
-                    at = rows + t_k - t_q - 1
-                s = tl.where(left + keys <= at[:, None], s, float("-inf"))
+            s = tl.where(at < t_k, s, float("-inf"))
+            if CAUSAL:
+                s = tl.where(at <= (rows + t_k - t_q)[:, None], s, float("-inf"))
             new = tl.maximum(m, tl.max(s, 1))
-            if FAULT == "nothing subtracted":
-                new = tl.zeros([Q], tl.float32)
             shrink = tl.exp2(m - new)
-            if FAULT == "inverted":
-                shrink = tl.where(m == float("-inf"), 0.0, tl.exp2(new - m))
             p = tl.exp2(s - new[:, None])
-            part = tl.sum(p, 1)
-            if FAULT == "sum not rescaled":
-                total += part
-            else:
-                total = total * shrink + part
-            if FAULT != "output not rescaled":
-                out *= shrink[:, None]
+            total = total * shrink + tl.sum(p, 1)
+            out = out * shrink[:, None]
             out += tl.dot(p.to(v.dtype), v, input_precision="ieee")
             m = new
-        if FAULT != "not divided":
-            out /= total[:, None]
+        out = out / total[:, None]
         lse = (m + tl.log2(total)) * 0.6931471805599453
-        if FAULT == "base 2":
-            lse = m + tl.log2(total)
-        if FAULT == "half":
-            lse = m * 0.6931471805599453 + tl.log2(total)
-        if FAULT == "lse without maximum":
-            lse = tl.log2(total) * 0.6931471805599453
-        at = out_ptr + b * o_b + h * o_h + rows[:, None] * o_t + columns * o_d
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] < t_q)
-        tl.store(lse_ptr + pair * t_q + rows, lse, mask=rows < t_q)
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] < t_q)
+        tl.store(lse_at, lse, mask=rows < t_q)
 
 
-def launched(fault, scale=lambda d: math.log2(math.e) / math.sqrt(d), refuses=True):
-    """The wrong kernel as an answer."""
+@cache
+def kernel_with(*changes):
+    """The right kernel with each `(old, new)` of `changes` put into its text."""
+    source = textwrap.dedent(inspect.getsource(right_kernel))
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise ValueError(f"the kernel has {source.count(old)} times {old!r}")
+        source = source.replace(old, new)
+    file = f"<the kernel with {changes}>"  # Triton reads the text where tracebacks do
+    linecache.cache[file] = len(source), None, source.splitlines(True), file
+    defined = {"tl": tl}
+    exec(compile(source, file, "exec"), defined)
+    return triton.jit(defined["right_kernel"])
+
+
+def launched(
+    *changes,
+    scale=lambda d: math.log2(math.e) / math.sqrt(d),
+    out_dtype=None,
+    lse_dtype=torch.float32,
+    refuses=("dtypes", "sizes"),
+    finish=lambda out, lse: (out, lse),
+):
+    """The kernel with `changes`, as an answer; the rest is wrong in its launch.
+
+    out_dtype, lse_dtype: what the results are allocated in; None for that of `q`.
+    """
 
     def flash_kernel(q, k, v, causal=False, block_q=None, block_k=None):
         (n_batch, n_heads, t_q, d), t_k = q.shape, k.shape[2]
         n, m = block_q or 32, block_k or 32
-        if refuses and (causal and t_q > t_k):
-            raise ValueError(f"{t_q} queries, {t_k} keys")
-        if refuses and n_heads != k.shape[1]:
-            raise ValueError(f"{n_heads} and {k.shape[1]} heads")
-        if refuses and 0 in (block_q, block_k):
-            raise ValueError("a block of 0")
-        if refuses is True and q.dtype in (torch.bfloat16, torch.float64):
+        if "sizes" in refuses:
+            if causal and t_q > t_k:
+                raise ValueError(f"{t_q} queries, {t_k} keys")
+            if n_heads != k.shape[1]:
+                raise ValueError(f"{n_heads} and {k.shape[1]} heads")
+            if 0 in (block_q, block_k):
+                raise ValueError("a block of 0")
+        if "dtypes" in refuses and q.dtype in (torch.bfloat16, torch.float64):
             raise ValueError(f"no {q.dtype}")
-        if not refuses and n_heads != k.shape[1]:
+        if n_heads != k.shape[1]:
             k, v = (x.expand(-1, n_heads, -1, -1) for x in (k, v))
-        high = torch.float32 if fault != "all in half" else q.dtype
-        out = torch.empty_like(
-            q, dtype=q.dtype if fault != "float32" else torch.float32
-        )
-        lse = torch.empty(q.shape[:3], dtype=high, device=q.device)
-        kernel_with_a_fault[(triton.cdiv(t_q, n), n_batch * n_heads)](
+        out = torch.empty_like(q, dtype=out_dtype or q.dtype)
+        lse = torch.empty(q.shape[:3], dtype=lse_dtype or q.dtype, device=q.device)
+        kernel_with(*changes)[(triton.cdiv(t_q, n), n_batch * n_heads)](
             *(q, k, v, out, lse),
             *(x.stride() for x in (q, k, v, out)),
-            *(n_heads, t_q, t_k, scale(d), causal, d, n, m, fault),
+            *(n_heads, t_q, t_k, scale(d), causal, d, n, m),
             enable_fp_fusion=True,
         )
-        return out if fault == "output alone" else (out, lse)
+        return finish(out, lse)
 
     return flash_kernel
 
 
-for name, sentence, fault in (
+for name, sentence, answer in (
+    (
+        "pointer_outside",
+        "A pointer leads outside its tensor, and the blocks end where the tensors do. It is "
+        "the sum of batch, head, row and column, each times that dimension's stride in "
+        "that very tensor. And have the blocks the size that was asked for?",
+        launched(("b * q_b", "(b + 1000) * q_b")),
+    ),
+    (
+        "load_not_masked",
+        "Rows after the last one are loaded: a pointer leads outside its tensor. The last "
+        "block is not full, so `tl.load` needs a mask, of rows below T_q or keys below "
+        "T_k.",
+        launched(("mask=rows[:, None] < t_q, other", "other")),
+    ),
+    (
+        "store_not_masked",
+        "Rows after the last one are stored, over what belongs to others. The last block is "
+        "not full, so `tl.store` needs a mask, of rows below T_q: the output's and the "
+        "log-sum-exp's.",
+        launched(("tl.store(lse_at, lse, mask=rows < t_q)", "tl.store(lse_at, lse)")),
+    ),
     (
         "float32_returned",
         "The output is float32 whatever came in. Allocate it in the dtype of q, and "
         "convert before the store.",
-        "float32",
+        launched(out_dtype=torch.float32),
     ),
     (
         "lse_in_half_precision",
         "The log-sum-exp has the dtype of q. Allocate it in float32.",
-        "all in half",
+        launched(lse_dtype=None),
     ),
     (
         "starts_at_zero",
         "The maximum starts at 0. Where all scores are far below it, all exponentials "
         "underflow.",
-        "starts at zero",
+        launched(
+            ('tl.full([Q], float("-inf"), tl.float32)', "tl.zeros([Q], tl.float32)")
+        ),
     ),
     (
         "no_maximum",
         "No maximum is subtracted: a large score overflows.",
-        "nothing subtracted",
+        launched(("tl.maximum(m, tl.max(s, 1))", "tl.zeros([Q], tl.float32)")),
     ),
     (
         "columns_taken_for_neighbours",
         "The stride of the columns is taken for 1. Most tensors are laid out so, and "
         "some are not.",
-        "columns are neighbours",
+        launched(("    q_at =", "    q_d, k_d, v_d = 1, 1, 1\n    q_at =")),
     ),
     (
         "heads_taken_for_neighbours",
         "Where a head begins is computed as if the heads of all batches followed each "
         "other. After a transpose they do not: use the batch's and the head's stride.",
-        "contiguous heads",
+        launched(
+            ("b * q_b + h * q_h", "pair * q_h"),
+            ("b * k_b + h * k_h", "pair * k_h"),
+            ("b * v_b + h * v_h", "pair * v_h"),
+        ),
     ),
     (
         "heads_of_the_first_batch",
         "Keys and values are those of the first batch for all batches: the second "
         "number of the grid counts heads through all of them.",
-        "heads of the first batch",
+        launched(("b * k_b + h * k_h", "h * k_h"), ("b * v_b + h * v_h", "h * v_h")),
     ),
     (
         "keys_of_the_first_head",
         "Keys and values are those of the first head for all heads.",
-        "first head",
+        launched(("b * k_b + h * k_h", "b * k_b"), ("b * v_b + h * v_h", "b * v_b")),
     ),
     (
         "missing_keys_score_zero",
         "Keys past the end are loaded as zeros, and their score of 0 is a weight like "
         "any other: it must become −inf.",
-        "missing keys score zero",
+        launched(('s = tl.where(at < t_k, s, float("-inf"))', "")),
     ),
     (
         "last_keys_dropped",
         "The keys after the last whole block are left out.",
-        "last keys dropped",
+        launched(
+            ("end = t_k", "end = t_k // K * K"), ("minimum(t_k, ", "minimum(end, ")
+        ),
     ),
-    ("causal_ignored", "`causal` has no effect.", "causal ignored"),
+    (
+        "causal_ignored",
+        "`causal` has no effect.",
+        launched(
+            ("minimum(t_k, t_k - t_q + top + Q)", "minimum(t_k, t_k)"),
+            ("(rows + t_k - t_q)[:, None]", "t_k"),
+        ),
+    ),
     (
         "causal_top_left",
         "The mask is aligned top-left: with fewer queries than keys, row i stands at "
         "i + T_k − T_q.",
-        "top left",
+        launched(("(rows + t_k - t_q)", "rows")),
     ),
     (
         "own_position_hidden",
         "No query sees its own position.",
-        "own position hidden",
+        launched(("(rows + t_k - t_q)", "(rows + t_k - t_q - 1)")),
     ),
     (
         "hidden_blocks_computed",
         "Under a causal mask every block is computed, also those that no query of the "
         "block sees. End the loop after the last query's position.",
-        "hidden blocks",
+        launched(("minimum(t_k, t_k - t_q + top + Q)", "minimum(t_k, t_k)")),
     ),
     (
         "positions_within_the_block",
         "The mask compares places within the block. Add where both blocks start.",
-        "within the block",
+        launched(
+            ("minimum(t_k, t_k - t_q + top + Q)", "minimum(t_k, t_k)"),
+            ("(rows + t_k - t_q)", "(rows - top + left)"),
+        ),
     ),
     (
         "rescaling_inverted",
         "What was summed so far is multiplied by exp2(new − old) where exp2(old − new) "
         "is right.",
-        "inverted",
+        launched(
+            ("tl.exp2(m - new)", 'tl.where(m == float("-inf"), 0.0, tl.exp2(new - m))')
+        ),
     ),
     (
         "sum_not_rescaled",
         "The output is corrected when a larger score comes, the sum is not.",
-        "sum not rescaled",
+        launched(("total * shrink", "total")),
     ),
     (
         "output_not_rescaled",
         "The sum is corrected when a larger score comes, the output is not.",
-        "output not rescaled",
+        launched(("out * shrink[:, None]", "out")),
     ),
     (
         "not_divided",
         "The output is not divided by the sum of the exponentials.",
-        "not divided",
+        launched(("out / total[:, None]", "out")),
     ),
     (
         "lse_in_base_2",
         "The log-sum-exp is in base 2, as `tl.exp2` and `tl.log2` count. Multiply by "
         "ln 2.",
-        "base 2",
+        launched((" * 0.6931471805599453", "")),
     ),
     (
         "lse_half_converted",
         "Of the log-sum-exp only the maximum is converted from base 2. Both parts are "
         "in base 2: multiply their sum by ln 2.",
-        "half",
+        launched(
+            (
+                "(m + tl.log2(total)) * 0.6931471805599453",
+                "m * 0.6931471805599453 + tl.log2(total)",
+            )
+        ),
     ),
     (
         "maximum_missing_in_lse",
         "The log-sum-exp lacks the maximum.",
-        "lse without maximum",
+        launched(("(m + tl.log2(total))", "tl.log2(total)")),
     ),
     (
         "output_alone",
         "It returns the output alone: output and log-sum-exp are asked for.",
-        "output alone",
+        launched(finish=lambda out, lse: out),
+    ),
+    (
+        "no_scaling",
+        "The scores are not divided by the root of d_head.",
+        launched(scale=lambda d: math.log2(math.e)),
+    ),
+    (
+        "exp2_taken_for_exp",
+        "2ˣ is taken where eˣ is meant: `tl.exp2` needs the scores multiplied by log₂ e.",
+        launched(scale=lambda d: 1 / math.sqrt(d)),
+    ),
+    (
+        "nothing_refused",
+        "What the kernel cannot compute is not refused: the lines that were given in the "
+        "stub are gone.",
+        launched(refuses=()),
+    ),
+    (
+        "dtypes_not_refused",
+        "A dtype that is computed wrongly here, or not at all, is not refused.",
+        launched(refuses=("sizes",)),
     ),
 ):
-    kernel.fault(name, sentence, launched(fault))
-
-kernel.fault(
-    "no_scaling",
-    "The scores are not divided by the root of d_head.",
-    launched("", scale=lambda d: math.log2(math.e)),
-)
-kernel.fault(
-    "exp2_taken_for_exp",
-    "2ˣ is taken where eˣ is meant: `tl.exp2` needs the scores multiplied by log₂ e.",
-    launched("", scale=lambda d: 1 / math.sqrt(d)),
-)
-kernel.fault(
-    "nothing_refused",
-    "What the kernel cannot compute is not refused: the lines that were given in the "
-    "stub are gone.",
-    launched("", refuses=False),
-)
-kernel.fault(
-    "dtypes_not_refused",
-    "A dtype that is computed wrongly here, or not at all, is not refused.",
-    launched("", refuses="sizes"),
-)
+    kernel.fault(name, sentence, answer)
 
 
 @kernel.fault(
