@@ -8,17 +8,18 @@ import os
 import textwrap
 import warnings
 import weakref
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from utils.bounds import OutsideTensor, pointers_checked
 from utils.cost import Cost, peak_bytes, saved_bytes
 from utils.exercise import Exercise, Joint
 from utils.probe import probe, strided
 from utils.trial import Crashed, Explained, LeftOut, dtype
+from utils.triton_strict import OutsideTensor, strict
 
 try:
     import triton
@@ -2122,13 +2123,25 @@ def plainly(answer):
     return call
 
 
+@contextmanager
+def unwritten_is_nan():
+    """What `torch.empty` gives is NaN until it is written, and not what lay there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
 def run_kernel(t, answer, q, k, v, *args, **kwargs):
     """Call the answer; what is recorded of a pointer outside its tensor names a fault.
 
     Where batches and heads come, blocks and strides have been right for one head, so
     that only the place of a head can be wrong.
     """
-    with warnings.catch_warnings(), pointers_checked():
+    with warnings.catch_warnings(), strict(), unwritten_is_nan():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow
         try:
             return t.call(plainly(answer), q, k, v, *args, **kwargs)
@@ -2136,8 +2149,8 @@ def run_kernel(t, answer, q, k, v, *args, **kwargs):
             if not isinstance(crash.error, OutsideTensor):
                 raise
             ends_in_a_block = q.shape[0] * q.shape[1] == 1 and q.shape[2] % 16
-            access = "reads" if "reads" in str(crash.error) else "writes"
-            t.trace[:] = [f"{access} outside" if ends_in_a_block else "outside"]
+            does = "reads" if "reads" in str(crash.error) else "writes"
+            t.trace[:] = [f"{does} outside" if ends_in_a_block else "outside"]
             raise Explained(f"A pointer led outside: {crash.error}.") from crash
 
 
@@ -2163,8 +2176,8 @@ def _(answer, t):
     q, k, v = heads(1, 1, t_q=16, t_k=32, d_head=16)
     from_kernel(t, answer, q, k, v, block_q=16, block_k=32)
     from_kernel(t, answer, q, k, v, block_q=16, block_k=16)
-    q, k, v = heads(1, 1, t_q=48, t_k=64, d_head=16, seed=5)
-    from_kernel(t, answer, q, k * torch.linspace(0.2, 2, 64)[:, None], v, False, 16, 16)
+    q, k, v = heads(1, 1, t_q=32, t_k=48, d_head=16, seed=5)
+    from_kernel(t, answer, q, k * torch.linspace(0.2, 2, 48)[:, None], v, False, 16, 16)
 
 
 @kernel.requires(
@@ -2195,12 +2208,12 @@ def _(answer, t):
     "The position of a row is its number plus T_k − T_q.",
 )
 def _(answer, t):
-    q, k, v = heads(1, 1, t_q=37, t_k=37, d_head=16, seed=30)
+    q, k, v = heads(1, 1, t_q=21, t_k=21, d_head=16, seed=30)
     from_kernel(t, answer, q, k, v, True, 16, 16)
-    from_kernel(t, answer, q, k, v, causal=True, block_q=16, block_k=32)
+    from_kernel(t, answer, q, k, v, causal=True, block_q=32, block_k=16)
     q, k, v = heads(1, 1, t_q=21, t_k=53, d_head=16, seed=35)
     from_kernel(t, answer, q, k, v, True, 16, 32)
-    from_kernel(t, answer, q, k, v, True)
+    from_kernel(t, answer, q[:, :, :5], k[:, :, :21], v[:, :, :21], True)
 
 
 @kernel.requires(
@@ -2211,8 +2224,9 @@ def _(answer, t):
     q, k, v = heads(2, 13, t_q=3, t_k=3, d_head=16, seed=40)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     from_kernel(t, answer, q, k, v, True, 16, 16)
-    q, k, v = heads(1, 2, t_q=11, t_k=23, d_head=16, seed=45)
-    from_kernel(t, answer, strided(q), strided(k), strided(v), False, 16, 32)
+    q, k, v = heads(1, 2, t_q=11, t_k=13, d_head=16, seed=45)
+    from_kernel(t, answer, strided(q), k, strided(v), False, 16, 32)
+    from_kernel(t, answer, q, strided(k), v, False, 16, 32)
 
 
 @kernel.requires(
@@ -2220,11 +2234,16 @@ def _(answer, t):
     "The maximum of a row, as in `flash_attention`. It starts below every score.",
 )
 def _(answer, t):
+    q, k, v = heads(1, 1, t_q=11, t_k=37, d_head=16, seed=50)
+    q[..., 0], k[..., 0] = torch.linspace(0, 200, 11), 50.0  # rows far from each other
+    from_kernel(t, answer, q, k, v, False, 16, 16, relaxed=0.02)
     for level in (10_000, -10_000):
         q, k, v = heads(1, 1, t_q=11, t_k=37, d_head=16, seed=50)
         q, k = q.round(), k.round()
         q[..., 0], k[..., 0] = 200.0, level / 50.0
         from_kernel(t, answer, q, k, v, False, 16, 16, relaxed=0.02)
+    k[..., 16:, 0] = level / 40.0  # far below the first block
+    from_kernel(t, answer, q, k, v, False, 16, 16, relaxed=0.02)
 
 
 @kernel.requires(
@@ -2234,6 +2253,10 @@ def _(answer, t):
 def _(answer, t):
     q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=16, seed=60, dtype=torch.float16)
     from_kernel(t, answer, q, k, v, True, 32, 32)
+    # Beside a large sum small values are lost, and the last ones take it away again.
+    q, k, v = heads(1, 1, t_q=5, t_k=150, d_head=16, seed=65, dtype=torch.float16)
+    v[:, :, :32], v[:, :, 32:-32], v[:, :, -32:] = 1000, 0.2, -1000
+    from_kernel(t, answer, q * 0, k, v, False, 16, 32)
 
 
 @kernel.requires(
@@ -2297,7 +2320,7 @@ def _(answer, t):
         ("a block of 0", [0], (q, k, v, False, 0, 16)),
         (f"{name} inputs", [name], others),
     ):
-        with pointers_checked():  # where it is not refused, it runs
+        with strict():  # where it is not refused, it runs
             t.raises(ValueError, plainly(answer), *args, mentions=mentions, because=why)
 
 
@@ -2380,7 +2403,9 @@ def kernel_with(*changes):
 
 def launched(
     *changes,
-    scale=lambda d: math.log2(math.e) / math.sqrt(d),
+    grid=lambda blocks, batches, heads: (blocks, batches * heads),
+    strides=lambda *tensors: [x.stride() for x in tensors],
+    scale=lambda d, t_k: math.log2(math.e) / math.sqrt(d),
     out_dtype=None,
     lse_dtype=torch.float32,
     refuses=("dtypes", "sizes"),
@@ -2405,12 +2430,12 @@ def launched(
             raise ValueError(f"no {q.dtype}")
         if n_heads != k.shape[1]:
             k, v = (x.expand(-1, n_heads, -1, -1) for x in (k, v))
-        out = torch.empty_like(q, dtype=out_dtype or q.dtype)
+        out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=lse_dtype or q.dtype, device=q.device)
-        kernel_with(*changes)[(triton.cdiv(t_q, n), n_batch * n_heads)](
+        kernel_with(*changes)[grid(triton.cdiv(t_q, n), n_batch, n_heads)](
             *(q, k, v, out, lse),
-            *(x.stride() for x in (q, k, v, out)),
-            *(n_heads, t_q, t_k, scale(d), causal, d, n, m),
+            *strides(q, k, v, out),
+            *(n_heads, t_q, t_k, scale(d, t_k), causal, d, n, m),
             enable_fp_fusion=True,
         )
         return finish(out, lse)
@@ -2418,27 +2443,61 @@ def launched(
     return flash_kernel
 
 
+NO_MAXIMUM_YET = 'tl.where(m == float("-inf"), new, m)'
+LOG2_E = math.log2(math.e)
+ALL_KEYS = ("minimum(t_k, t_k - t_q + top + Q)", "minimum(t_k, t_k)")  # the loop's end
+
 for name, sentence, answer in (
     (
-        "pointer_outside",
-        "A pointer leads outside its tensor, and the blocks end where the tensors do. It is "
-        "the sum of batch, head, row and column, each times that dimension's stride in "
-        "that very tensor. And have the blocks the size that was asked for?",
-        launched(("b * q_b", "(b + 1000) * q_b")),
-    ),
-    (
         "load_not_masked",
-        "Rows after the last one are loaded: a pointer leads outside its tensor. The last "
-        "block is not full, so `tl.load` needs a mask, of rows below T_q or keys below "
-        "T_k.",
-        launched(("mask=rows[:, None] < t_q, other", "other")),
+        "Rows after the last one are loaded: a pointer leads outside its tensor. The "
+        "last block is not full, so `tl.load` needs a mask, of rows below T_q or of keys "
+        "below T_k.",
+        launched(("mask=rows[:, None] < t_q, other=0.0", "")),
     ),
     (
         "store_not_masked",
-        "Rows after the last one are stored, over what belongs to others. The last block is "
-        "not full, so `tl.store` needs a mask, of rows below T_q: the output's and the "
-        "log-sum-exp's.",
+        "Rows after the last one are stored, over what belongs to others. The last block "
+        "is not full, so `tl.store` needs a mask, of rows below T_q: the output's and "
+        "the log-sum-exp's.",
         launched(("tl.store(lse_at, lse, mask=rows < t_q)", "tl.store(lse_at, lse)")),
+    ),
+    (
+        "pointer_outside",
+        "A pointer leads outside its tensor, though every row of its block exists. It is "
+        "the sum of batch, head, row and column, each times the stride of that dimension "
+        "of that very tensor. Are there more programs than blocks and heads, or larger "
+        "blocks than were asked for?",
+        launched(("b * q_b", "(b + 1000) * q_b")),
+    ),
+    (
+        "products_in_tf32",
+        "`tl.dot` rounds float32 to 10 bits on a GPU unless it is told otherwise, and so "
+        'does this check: `input_precision="ieee"`, in both products.',
+        launched(
+            ('tl.dot(q, k, input_precision="ieee")', "tl.dot(q, k)"),
+            (
+                'tl.dot(p.to(v.dtype), v, input_precision="ieee")',
+                "tl.dot(p.to(v.dtype), v)",
+            ),
+        ),
+    ),
+    (
+        "scores_in_tf32",
+        "`tl.dot(q, k)` rounds float32 to 10 bits on a GPU unless it is told otherwise, "
+        'and so does this check: `input_precision="ieee"`.',
+        launched(('tl.dot(q, k, input_precision="ieee")', "tl.dot(q, k)")),
+    ),
+    (
+        "output_in_tf32",
+        "The product with v rounds float32 to 10 bits on a GPU unless it is told "
+        'otherwise, and so does this check: `input_precision="ieee"`.',
+        launched(
+            (
+                'tl.dot(p.to(v.dtype), v, input_precision="ieee")',
+                "tl.dot(p.to(v.dtype), v)",
+            )
+        ),
     ),
     (
         "float32_returned",
@@ -2452,6 +2511,26 @@ for name, sentence, answer in (
         launched(lse_dtype=None),
     ),
     (
+        "q_scaled_in_half_precision",
+        "The scaled queries are rounded to half precision before the product. Scale the "
+        "scores, which are float32.",
+        launched(
+            ("    m = tl.full", "    q = (q * scale).to(q.dtype)\n    m = tl.full"),
+            ('"ieee") * scale', '"ieee")'),
+        ),
+    ),
+    (
+        "output_kept_in_half_precision",
+        "The output so far is kept in the dtype of q. Convert it when the last block has "
+        "come.",
+        launched(
+            (
+                "        m = new",
+                "        out = out.to(q.dtype).to(tl.float32)\n        m = new",
+            )
+        ),
+    ),
+    (
         "starts_at_zero",
         "The maximum starts at 0. Where all scores are far below it, all exponentials "
         "underflow.",
@@ -2463,6 +2542,37 @@ for name, sentence, answer in (
         "no_maximum",
         "No maximum is subtracted: a large score overflows.",
         launched(("tl.maximum(m, tl.max(s, 1))", "tl.zeros([Q], tl.float32)")),
+    ),
+    (
+        "one_maximum_for_all_rows",
+        "One maximum is used for all rows. A row far below it loses all its terms: "
+        "reduce over axis 1 alone.",
+        launched(("tl.max(s, 1)", "tl.max(tl.max(s, 1), 0)")),
+    ),
+    (
+        "last_blocks_maximum",
+        "The maximum is that of the last block, not the largest so far.",
+        launched(("tl.maximum(m, tl.max(s, 1))", "tl.max(s, 1)")),
+    ),
+    (
+        "maximum_not_updated",
+        "The old maximum is not replaced by the new one at the end of a block.",
+        launched(("        m = new\n", "")),
+    ),
+    (
+        "old_maximum_subtracted",
+        "The weights are relative to the maximum before this block, which begins at −∞. "
+        "Update the maximum first, then take the exponentials.",
+        launched(("s - new[:, None]", "s - m[:, None]")),
+    ),
+    (
+        "hidden_scores_are_minus_10000",
+        "Hidden scores get a large negative number. Allowed scores can be lower, and "
+        "then the hidden key wins; only −∞ is below everything.",
+        launched(
+            ('(at < t_k, s, float("-inf"))', "(at < t_k, s, -1.0e4)"),
+            ('[:, None], s, float("-inf"))', "[:, None], s, -1.0e4)"),
+        ),
     ),
     (
         "columns_taken_for_neighbours",
@@ -2481,15 +2591,100 @@ for name, sentence, answer in (
         ),
     ),
     (
+        "contiguous_assumed",
+        "Strides are computed from sizes, as if q, k and v were contiguous. Ask the "
+        "tensors: `x.stride()`.",
+        launched(
+            strides=lambda *tensors: [torch.empty(x.shape).stride() for x in tensors]
+        ),
+    ),
+    (
+        "values_with_strides_of_keys",
+        "The strides of k are used for v too. The two may be laid out differently.",
+        launched(strides=lambda q, k, v, out: [x.stride() for x in (q, k, k, out)]),
+    ),
+    (
+        "strides_of_q_for_all",
+        "The strides of q are used for k and v too.",
+        launched(strides=lambda q, k, v, out: [x.stride() for x in (q, q, q, out)]),
+    ),
+    (
+        "output_with_strides_of_q",
+        "The strides of q are used for the output too, which is laid out differently.",
+        launched(strides=lambda q, k, v, out: [x.stride() for x in (q, k, v, q)]),
+    ),
+    (
         "heads_of_the_first_batch",
         "Keys and values are those of the first batch for all batches: the second "
         "number of the grid counts heads through all of them.",
-        launched(("b * k_b + h * k_h", "h * k_h"), ("b * v_b + h * v_h", "h * v_h")),
+        launched(
+            ("b * k_b + h * k_h", "h * k_h"),
+            ("b * v_b + h * v_h", "h * v_h"),
+        ),
     ),
     (
         "keys_of_the_first_head",
         "Keys and values are those of the first head for all heads.",
-        launched(("b * k_b + h * k_h", "b * k_b"), ("b * v_b + h * v_h", "b * v_b")),
+        launched(
+            ("b * k_b + h * k_h", "b * k_b"),
+            ("b * v_b + h * v_h", "b * v_b"),
+        ),
+    ),
+    (
+        "batch_forgotten",
+        "Every batch reads and writes the first batch's place: the strides of the "
+        "batches are missing.",
+        launched(*((f"b * {x}_b + ", "") for x in "qkvo")),
+    ),
+    (
+        "output_of_the_first_batch",
+        "The outputs of all batches are stored in the first batch's place, and the "
+        "others' is never written.",
+        launched(("b * o_b + ", "")),
+    ),
+    (
+        "lse_of_the_first_batch",
+        "The log-sum-exps of all batches are stored in the first batch's place. The "
+        "second number of the grid counts heads through all batches.",
+        launched(("lse_ptr + pair * t_q", "lse_ptr + h * t_q")),
+    ),
+    (
+        "grid_without_batches",
+        "The grid has programs for the heads of one batch alone, and the other batches "
+        "are never written. It needs B · H of them.",
+        launched(grid=lambda blocks, batches, heads: (blocks, heads)),
+    ),
+    (
+        "last_queries_dropped",
+        "The queries after the last whole block get no program: round up, with "
+        "`triton.cdiv`.",
+        launched(
+            (
+                "    q_at =",
+                "    if top + Q > t_q and top > 0:\n        return\n    q_at =",
+            )
+        ),
+    ),
+    (
+        "keys_of_the_first_block",
+        "Every turn of the loop loads the first block of keys again, or of keys and "
+        "values. Where does the block at `left` begin?",
+        launched(("k_at + at * k_t", "k_at + keys * k_t")),
+    ),
+    (
+        "values_of_the_first_block",
+        "Every turn of the loop loads the first block of values again. Where does the "
+        "block at `left` begin?",
+        launched(("v_at + at[:, None] * v_t", "v_at + keys[:, None] * v_t")),
+    ),
+    (
+        "first_block_again",
+        "Every turn of the loop loads the first block of keys and values again. Where "
+        "does the block at `left` begin?",
+        launched(
+            ("k_at + at * k_t", "k_at + keys * k_t"),
+            ("v_at + at[:, None] * v_t", "v_at + keys[:, None] * v_t"),
+        ),
     ),
     (
         "missing_keys_score_zero",
@@ -2507,10 +2702,7 @@ for name, sentence, answer in (
     (
         "causal_ignored",
         "`causal` has no effect.",
-        launched(
-            ("minimum(t_k, t_k - t_q + top + Q)", "minimum(t_k, t_k)"),
-            ("(rows + t_k - t_q)[:, None]", "t_k"),
-        ),
+        launched(ALL_KEYS, ("(rows + t_k - t_q)[:, None]", "t_k")),
     ),
     (
         "causal_top_left",
@@ -2519,31 +2711,68 @@ for name, sentence, answer in (
         launched(("(rows + t_k - t_q)", "rows")),
     ),
     (
+        "loop_aligned_top_left",
+        "Mask and loop are aligned top-left: with fewer queries than keys, row i stands "
+        "at i + T_k − T_q.",
+        launched(("(rows + t_k - t_q)", "rows"), ("t_k - t_q + top + Q", "top + Q")),
+    ),
+    (
         "own_position_hidden",
         "No query sees its own position.",
         launched(("(rows + t_k - t_q)", "(rows + t_k - t_q - 1)")),
     ),
     (
+        "one_position_ahead",
+        "Each query sees one position ahead: off by one.",
+        launched(
+            ("(rows + t_k - t_q)", "(rows + t_k - t_q + 1)"),
+            ("t_k - t_q + top + Q", "t_k - t_q + top + Q + 1"),
+        ),
+    ),
+    (
+        "mask_mirrored",
+        "The mask is the other way round: every query sees itself and what comes after.",
+        launched(ALL_KEYS, ("at <= (rows", "at >= (rows")),
+    ),
+    (
+        "diagonal_not_masked",
+        "Blocks after the last query are left out, but within the last block a query "
+        "still sees keys after its own position: those need the mask.",
+        launched(("(rows + t_k - t_q)[:, None]", "t_k")),
+    ),
+    (
+        "loop_ends_too_early",
+        "The loop over the keys ends with the block's first query. The others of the "
+        "block see more.",
+        launched(("t_k - t_q + top + Q", "t_k - t_q + top + 1")),
+    ),
+    (
         "hidden_blocks_computed",
         "Under a causal mask every block is computed, also those that no query of the "
         "block sees. End the loop after the last query's position.",
-        launched(("minimum(t_k, t_k - t_q + top + Q)", "minimum(t_k, t_k)")),
+        launched(ALL_KEYS),
     ),
     (
         "positions_within_the_block",
         "The mask compares places within the block. Add where both blocks start.",
-        launched(
-            ("minimum(t_k, t_k - t_q + top + Q)", "minimum(t_k, t_k)"),
-            ("(rows + t_k - t_q)", "(rows - top + left)"),
-        ),
+        launched(ALL_KEYS, ("(rows + t_k - t_q)", "(rows - top + left)")),
     ),
     (
         "rescaling_inverted",
         "What was summed so far is multiplied by exp2(new − old) where exp2(old − new) "
-        "is right.",
-        launched(
-            ("tl.exp2(m - new)", 'tl.where(m == float("-inf"), 0.0, tl.exp2(new - m))')
-        ),
+        "is right. At first that is infinite, and ∞ · 0 is NaN.",
+        launched(("tl.exp2(m - new)", "tl.exp2(new - m)")),
+    ),
+    (
+        "later_rescaling_inverted",
+        "From the second block on, what was summed so far is multiplied by "
+        "exp2(new − old) where exp2(old − new) is right.",
+        launched(("tl.exp2(m - new)", f"tl.exp2(new - {NO_MAXIMUM_YET})")),
+    ),
+    (
+        "nothing_rescaled",
+        "Neither sum nor output are corrected when a larger score comes.",
+        launched(("total * shrink", "total"), ("out * shrink[:, None]", "out")),
     ),
     (
         "sum_not_rescaled",
@@ -2556,9 +2785,28 @@ for name, sentence, answer in (
         launched(("out * shrink[:, None]", "out")),
     ),
     (
+        "output_overwritten",
+        "The output is that of the last block alone: each block adds to it.",
+        launched(("out += tl.dot(", "out = tl.dot(")),
+    ),
+    (
+        "sum_overwritten",
+        "The sum is that of the last block alone: each block adds to it.",
+        launched(("total * shrink + ", "")),
+    ),
+    (
         "not_divided",
         "The output is not divided by the sum of the exponentials.",
         launched(("out / total[:, None]", "out")),
+    ),
+    (
+        "divided_in_every_block",
+        "The output is divided by the sum so far in every block. Divide once, after the "
+        "last.",
+        launched(
+            ("        m = new\n", "        out /= total[:, None]\n        m = new\n"),
+            ("    out = out / total[:, None]\n", ""),
+        ),
     ),
     (
         "lse_in_base_2",
@@ -2570,12 +2818,13 @@ for name, sentence, answer in (
         "lse_half_converted",
         "Of the log-sum-exp only the maximum is converted from base 2. Both parts are "
         "in base 2: multiply their sum by ln 2.",
-        launched(
-            (
-                "(m + tl.log2(total)) * 0.6931471805599453",
-                "m * 0.6931471805599453 + tl.log2(total)",
-            )
-        ),
+        launched(("(m + tl.log2(total)) *", "tl.log2(total) + m *")),
+    ),
+    (
+        "maximum_not_converted",
+        "The maximum is in base 2, as `tl.exp2` counts, and the logarithm beside it is "
+        "natural: multiply the maximum by ln 2.",
+        launched(("(m + tl.log2(total)) *", "m + tl.log2(total) *")),
     ),
     (
         "maximum_missing_in_lse",
@@ -2583,19 +2832,70 @@ for name, sentence, answer in (
         launched(("(m + tl.log2(total))", "tl.log2(total)")),
     ),
     (
-        "output_alone",
-        "It returns the output alone: output and log-sum-exp are asked for.",
-        launched(finish=lambda out, lse: out),
+        "maximum_returned",
+        "The second result is the maximum. The sum's logarithm has yet to be added.",
+        launched(("(m + tl.log2(total))", "m")),
+    ),
+    (
+        "sum_returned",
+        "The second result is the sum relative to the maximum. The log-sum-exp is the "
+        "maximum plus its logarithm.",
+        launched(("(m + tl.log2(total)) * 0.6931471805599453", "total")),
+    ),
+    (
+        "lse_without_logarithm",
+        "The sum is added to the maximum without its logarithm.",
+        launched(
+            (
+                "(m + tl.log2(total)) * 0.6931471805599453",
+                "m * 0.6931471805599453 + total",
+            )
+        ),
     ),
     (
         "no_scaling",
         "The scores are not divided by the root of d_head.",
-        launched(scale=lambda d: math.log2(math.e)),
+        launched(scale=lambda d, t_k: LOG2_E),
+    ),
+    (
+        "divided_by_d_head",
+        "The scores are divided by d_head, not by its root. Or by the root twice?",
+        launched(scale=lambda d, t_k: LOG2_E / d),
+    ),
+    (
+        "multiplied_by_the_root",
+        "The scores are multiplied by the root of d_head instead of divided.",
+        launched(scale=lambda d, t_k: LOG2_E * math.sqrt(d)),
+    ),
+    (
+        "root_of_the_length",
+        "The scores are divided by the root of T_k. It is the width of a query that "
+        "counts.",
+        launched(scale=lambda d, t_k: LOG2_E / math.sqrt(t_k)),
     ),
     (
         "exp2_taken_for_exp",
         "2ˣ is taken where eˣ is meant: `tl.exp2` needs the scores multiplied by log₂ e.",
-        launched(scale=lambda d: 1 / math.sqrt(d)),
+        launched(scale=lambda d, t_k: 1 / math.sqrt(d)),
+    ),
+    (
+        "exp_taken_for_exp2",
+        "eˣ is taken where 2ˣ is meant: the scores are multiplied by log₂ e already, for "
+        "`tl.exp2`.",
+        launched(
+            ("tl.exp2(m - new)", "tl.exp(m - new)"),
+            ("tl.exp2(s - new", "tl.exp(s - new"),
+        ),
+    ),
+    (
+        "results_exchanged",
+        "The results are in the other order: the output comes first.",
+        launched(finish=lambda out, lse: (lse, out)),
+    ),
+    (
+        "output_alone",
+        "It returns the output alone: output and log-sum-exp are asked for.",
+        launched(finish=lambda out, lse: out),
     ),
     (
         "nothing_refused",

@@ -1,7 +1,8 @@
-"""Triton's interpreter, made to stop before a pointer leaves its tensor.
+"""Triton's interpreter, made as strict as a GPU.
 
-The interpreter takes pointers for addresses in this process. One outside its tensor
-ends Python, or reads and overwrites what belongs to others.
+The interpreter takes pointers for addresses in this process: one outside its tensor ends
+Python, or reads and overwrites what belongs to others. And it multiplies float32 exactly
+where a GPU, unless told otherwise, rounds it to TF32.
 """
 
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 ADDRESS_BITS = 48  # of a pointer; the bits above say which tensor it began in
+TF32_DROPS = 13  # of the 23 bits of float32's fraction
 
 
 class OutsideTensor(IndexError):
@@ -80,17 +82,27 @@ class Memory:
         return found
 
 
+def rounded_to_tf32(operand):
+    """A float32 operand of `tl.dot` as a GPU rounds it; others as they are."""
+    if operand.data.dtype != np.float32:
+        return operand
+    half = np.int32(1 << TF32_DROPS - 1)
+    bits = (operand.data.view(np.int32) + half) & -np.int32(1 << TF32_DROPS)
+    return type(operand)(bits.view(np.float32), operand.dtype)
+
+
 @contextmanager
-def pointers_checked():
-    """Kernels that are interpreted raise `OutsideTensor` where they would leave one.
+def strict():
+    """Kernels that are interpreted raise `OutsideTensor`, and know TF32.
 
     Compiled kernels are not watched, nor those of a Triton that is built otherwise.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    executor = getattr(interpreter, "GridExecutor", None)
-    arguments = getattr(executor, "_init_args_hst", None)
-    unchecked = getattr(interpreter, "_interpreter", None)
-    if arguments is None or unchecked is None:
+    try:
+        launcher, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+        unchecked, dot = interpreter._interpreter, builder.create_dot
+        arguments = launcher._init_args_hst
+    except AttributeError:
         yield
         return
     memory = Memory(unchecked)
@@ -98,11 +110,19 @@ def pointers_checked():
     def numbered(self, given, by_name):
         memory.known.clear()
         given, by_name = arguments(self, given, by_name)
-        given = [memory.number(*each) for each in zip(given, self.arg_names)]  # noqa: B905
+        pairs = zip(given, self.arg_names, strict=False)
+        given = [memory.number(x, name) for x, name in pairs]
         return given, {name: memory.number(x, name) for name, x in by_name.items()}
 
-    interpreter._interpreter, executor._init_args_hst = memory, numbered
+    def rounded(self, a, b, added, precision, *more):
+        if "TF32" in str(precision) and "TF32x3" not in str(precision):
+            a, b = rounded_to_tf32(a), rounded_to_tf32(b)
+        return dot(self, a, b, added, precision, *more)
+
+    interpreter._interpreter, launcher._init_args_hst = memory, numbered
+    builder.create_dot = rounded
     try:
         yield
     finally:
-        interpreter._interpreter, executor._init_args_hst = unchecked, arguments
+        interpreter._interpreter, launcher._init_args_hst = unchecked, arguments
+        builder.create_dot = dot
