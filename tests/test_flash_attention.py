@@ -1086,6 +1086,33 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             "exp((block - shift[..., None]).clamp(-20))",
             None,
         ),
+        (
+            "total * torch.exp(maximum - shift)\n",
+            "total * torch.exp(shift - maximum)\n",
+            "infinite_rescaling",
+        ),
+        (
+            "exp(block - shift[..., None])",
+            "exp(block - maximum[..., None])",
+            "infinite_terms",
+        ),
+        ("sum(dim=-1)\n        maximum = new", "sum(dim=-1)", "maximum_not_updated"),
+        (
+            "[..., None]).sum(dim=-1)\n        maximum",
+            "[..., None]).mean(dim=-1)\n        maximum",
+            "mean_for_sum",
+        ),
+        (
+            "[..., None]).sum(dim=-1)\n        maximum",
+            "[..., None]).sum()\n        maximum",
+            "one_sum_for_all_rows",
+        ),
+        ("block.amax(dim=-1))", "block.amin(dim=-1))", "smallest_score"),
+        (
+            "return maximum, total\n",
+            "return maximum.masked_fill(maximum == -torch.inf, 0), total\n",
+            "hidden_row_has_maximum_zero",
+        ),
     ],
     "flash_attention": [
         (
@@ -1104,6 +1131,35 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             None,
         ),
         ("v.shape[-1]))  # … n d_v", "d_head))  # … n d", None),
+        ("exp(maximum - new)", "exp(new - maximum)", "infinite_rescaling"),
+        (
+            "exp(scores - new[..., None])",
+            "exp(scores - maximum[..., None])",
+            "old_maximum_subtracted",
+        ),
+        (
+            "exp(scores - new[..., None])",
+            "softmax(scores, -1)",
+            "softmax_of_each_block",
+        ),
+        ("output = output * shrink[..., None] + ", "output = ", "output_overwritten"),
+        ("total = total * shrink + weights", "total = weights", "sum_overwritten"),
+        (
+            "k[..., left:right, :].to(high), v[..., left:right, :]",
+            "k[..., : right - left, :].to(high), v[..., : right - left, :]",
+            "first_block_again",
+        ),
+        (
+            "masked_fill(~seen, -torch.inf)\n            new",
+            "masked_fill(~seen, 0)\n            new",
+            "hidden_scores_are_zero",
+        ),
+        (
+            "q[..., top : top + block_q, :].to(high) / math.sqrt(d_head)",
+            "(q[..., top : top + block_q, :] / math.sqrt(d_head)).to(high)",
+            "scaled_in_half_precision",
+        ),
+        ("new_full((*batch, n), -torch.inf)", "new_full((*batch, n), -1e4)", None),
     ],
     "FlashAttention": [
         ("    @once_differentiable\n", "", "differentiable_twice"),
@@ -1128,6 +1184,31 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             "hidden_weights_overflow",
         ),
         ("ctx.causal", "FlashAttention.causal", "settings_shared"),
+        (
+            "tril(end - n - left), 0)",
+            "tril(end - n - left), -torch.inf)",
+            "hidden_weights_minus_infinity",
+        ),
+        (
+            "output, lse)\n        ctx.causal",
+            "output, lse.to(q.dtype).to(lse.dtype))\n        ctx.causal",
+            "lse_in_half_precision",
+        ),
+        (
+            "flash_attention(q, k, v, causal, block_q, block_k)\n        ctx",
+            "flash_attention(q, k, v)\n        ctx",
+            "settings_not_passed_on",
+        ),
+        (
+            "exp(scores - lse[..., rows, None])",
+            "exp(scores) / torch.exp(lse[..., rows, None])",
+            "exponentials_overflow",
+        ),
+        (
+            "d_scores.mT @ q_block * scale",
+            "d_scores.mT @ (q_block * scale) * scale",
+            "key_gradient_scaled_twice",
+        ),
     ],
     "hbm_bytes": [
         (
@@ -1139,6 +1220,26 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             "if causal else t\n        numbers",
             "if causal and block > 1 else t\n        numbers",
             None,
+        ),
+        (
+            "min(top + block, t) if causal",
+            "t // 2 if causal",
+            "causal_halves_the_keys_of_each_block",
+        ),
+        (
+            "_per_number + 4 * t",
+            "_per_number // (1 + causal) + 4 * t // (1 + causal)",
+            "causal_halves_everything",
+        ),
+        (
+            "+ output) * bytes_per_number",
+            "+ output) * bytes_per_number // (1 + causal)",
+            "causal_halves_the_steps",
+        ),
+        (
+            "+ output) * bytes_per_number",
+            "+ output) * bytes_per_number + 4 * t",
+            "lse_of_the_steps",
         ),
     ],
 }
