@@ -1,6 +1,7 @@
 """Lesson 11: the reference against PyTorch; other right and other wrong answers."""
 
 import inspect
+import linecache
 import math
 import os
 import subprocess
@@ -22,9 +23,13 @@ from utils.exercises import flash_attention as exercises
 from utils.exercises.flash_attention import blockwise, gradient_with, heads
 from utils.probe import probe, strided
 from utils.timing import fitted_exponent
+from utils.triton_strict import OutsideTensor, strict
 
 triton = reference.triton
 needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there Triton compiles"
+)
 
 
 def passes(answer, name):
@@ -1050,6 +1055,19 @@ def test_other_wrong_flash_attentions_fail(name):
     fails(attention_with(WRONG_TILED[name]), "flash_attention")
 
 
+def changed(name, *changes):
+    """An answer of the reference in whose text each `(old, new)` was exchanged."""
+    source = inspect.getsource(reference)
+    for old, new in changes:
+        assert old in source, old
+        source = source.replace(old, new)
+    file = f"<{name} with {changes}>"  # Triton reads the text where tracebacks do
+    linecache.cache[file] = len(source), None, source.splitlines(True), file
+    module = dict(vars(reference))
+    exec(compile(source, file, "exec"), module)
+    return module[name]
+
+
 CHANGED = {  # one line of the reference, and the mistake that is named
     "online_softmax": [
         (
@@ -1067,6 +1085,33 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             "exp(block - shift[..., None])",
             "exp((block - shift[..., None]).clamp(-20))",
             None,
+        ),
+        (
+            "total * torch.exp(maximum - shift)\n",
+            "total * torch.exp(shift - maximum)\n",
+            "infinite_rescaling",
+        ),
+        (
+            "exp(block - shift[..., None])",
+            "exp(block - maximum[..., None])",
+            "infinite_terms",
+        ),
+        ("sum(dim=-1)\n        maximum = new", "sum(dim=-1)", "maximum_not_updated"),
+        (
+            "[..., None]).sum(dim=-1)\n        maximum",
+            "[..., None]).mean(dim=-1)\n        maximum",
+            "mean_for_sum",
+        ),
+        (
+            "[..., None]).sum(dim=-1)\n        maximum",
+            "[..., None]).sum()\n        maximum",
+            "one_sum_for_all_rows",
+        ),
+        ("block.amax(dim=-1))", "block.amin(dim=-1))", "smallest_score"),
+        (
+            "return maximum, total\n",
+            "return maximum.masked_fill(maximum == -torch.inf, 0), total\n",
+            "hidden_row_has_maximum_zero",
         ),
     ],
     "flash_attention": [
@@ -1086,6 +1131,35 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             None,
         ),
         ("v.shape[-1]))  # … n d_v", "d_head))  # … n d", None),
+        ("exp(maximum - new)", "exp(new - maximum)", "infinite_rescaling"),
+        (
+            "exp(scores - new[..., None])",
+            "exp(scores - maximum[..., None])",
+            "old_maximum_subtracted",
+        ),
+        (
+            "exp(scores - new[..., None])",
+            "softmax(scores, -1)",
+            "softmax_of_each_block",
+        ),
+        ("output = output * shrink[..., None] + ", "output = ", "output_overwritten"),
+        ("total = total * shrink + weights", "total = weights", "sum_overwritten"),
+        (
+            "k[..., left:right, :].to(high), v[..., left:right, :]",
+            "k[..., : right - left, :].to(high), v[..., : right - left, :]",
+            "first_block_again",
+        ),
+        (
+            "masked_fill(~seen, -torch.inf)\n            new",
+            "masked_fill(~seen, 0)\n            new",
+            "hidden_scores_are_zero",
+        ),
+        (
+            "q[..., top : top + block_q, :].to(high) / math.sqrt(d_head)",
+            "(q[..., top : top + block_q, :] / math.sqrt(d_head)).to(high)",
+            "scaled_in_half_precision",
+        ),
+        ("new_full((*batch, n), -torch.inf)", "new_full((*batch, n), -1e4)", None),
     ],
     "FlashAttention": [
         ("    @once_differentiable\n", "", "differentiable_twice"),
@@ -1110,6 +1184,31 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             "hidden_weights_overflow",
         ),
         ("ctx.causal", "FlashAttention.causal", "settings_shared"),
+        (
+            "tril(end - n - left), 0)",
+            "tril(end - n - left), -torch.inf)",
+            "hidden_weights_minus_infinity",
+        ),
+        (
+            "output, lse)\n        ctx.causal",
+            "output, lse.to(q.dtype).to(lse.dtype))\n        ctx.causal",
+            "lse_in_half_precision",
+        ),
+        (
+            "flash_attention(q, k, v, causal, block_q, block_k)\n        ctx",
+            "flash_attention(q, k, v)\n        ctx",
+            "settings_not_passed_on",
+        ),
+        (
+            "exp(scores - lse[..., rows, None])",
+            "exp(scores) / torch.exp(lse[..., rows, None])",
+            "exponentials_overflow",
+        ),
+        (
+            "d_scores.mT @ q_block * scale",
+            "d_scores.mT @ (q_block * scale) * scale",
+            "key_gradient_scaled_twice",
+        ),
     ],
     "hbm_bytes": [
         (
@@ -1122,6 +1221,26 @@ CHANGED = {  # one line of the reference, and the mistake that is named
             "if causal and block > 1 else t\n        numbers",
             None,
         ),
+        (
+            "min(top + block, t) if causal",
+            "t // 2 if causal",
+            "causal_halves_the_keys_of_each_block",
+        ),
+        (
+            "_per_number + 4 * t",
+            "_per_number // (1 + causal) + 4 * t // (1 + causal)",
+            "causal_halves_everything",
+        ),
+        (
+            "+ output) * bytes_per_number",
+            "+ output) * bytes_per_number // (1 + causal)",
+            "causal_halves_the_steps",
+        ),
+        (
+            "+ output) * bytes_per_number",
+            "+ output) * bytes_per_number + 4 * t",
+            "lse_of_the_steps",
+        ),
     ],
 }
 
@@ -1131,11 +1250,7 @@ CHANGED = {  # one line of the reference, and the mistake that is named
     [(name, *each) for name, changes in CHANGED.items() for each in changes],
 )
 def test_one_line_of_the_reference_changed_is_noticed(name, old, new, fault):
-    source = inspect.getsource(reference)
-    assert old in source
-    module = dict(vars(reference))
-    exec(compile(source.replace(old, new), "changed.py", "exec"), module)
-    fails(module[name], name, fault)
+    fails(changed(name, (old, new)), name, fault)
 
 
 def online_if_any(blocks):
@@ -1369,6 +1484,139 @@ def test_other_wrong_kernels_fail():
 
     for wrong in (by_pytorch, ready_made, square, first_head, trusting, transposed_lse):
         fails(wrong, "flash_kernel")
+
+
+LEADS_OUTSIDE = {  # what changed, the fault, the tensor, and what is done to it
+    "strides exchanged": (
+        [("b * q_b + h * q_h", "b * q_h + h * q_b")],
+        ("pointer_outside", "`q_ptr`", "reads"),
+    ),
+    "batch and head exchanged": (
+        [
+            ("b = (tl.program_id(1) //", "b = (tl.program_id(1) %"),
+            ("h = (tl.program_id(1) %", "h = (tl.program_id(1) //"),
+        ],
+        ("pointer_outside", "`q_ptr`", "reads"),
+    ),
+    "grid exchanged": (
+        [
+            (
+                "(triton.cdiv(t_q, n), n_batch * n_heads)",
+                "(n_batch * n_heads, triton.cdiv(t_q, n))",
+            )
+        ],
+        ("pointer_outside", "`q_ptr`", "reads"),
+    ),
+    "far outside": (
+        [
+            ("mask=there[:, None], other=0.0)", "mask=None)"),
+            ("v_b, v_h, v_t, v_d =", "v_d, v_h, v_b, v_t ="),
+        ],
+        ("pointer_outside", "`v_ptr`", "reads"),
+    ),
+    "queries loaded without a mask": (
+        [("tl.load(q_at, mask=rows[:, None] < t_q, other=0.0)", "tl.load(q_at)")],
+        ("load_not_masked", "`q_ptr`", "reads"),
+    ),
+    "keys loaded without a mask": (
+        [
+            (
+                "tl.load(k_at + left * k_t, mask=there, other=0.0)",
+                "tl.load(k_at + left * k_t)",
+            )
+        ],
+        ("load_not_masked", "`k_ptr`", "reads"),
+    ),
+    "one key too many": (
+        [("left + keys < t_k", "left + keys <= t_k")],
+        ("load_not_masked", "`k_ptr`", "reads"),
+    ),
+    "outputs stored without a mask": (
+        [
+            (
+                "tl.store(o_at, output, mask=rows[:, None] < t_q)",
+                "tl.store(o_at, output)",
+            )
+        ],
+        ("store_not_masked", "`out_ptr`", "writes"),
+    ),
+    "one log-sum-exp too many": (
+        [("lse, mask=rows < t_q)", "lse, mask=rows <= t_q)")],
+        ("store_not_masked", "`lse_ptr`", "writes"),
+    ),
+}
+
+
+@needs_triton
+@needs_interpreter
+@pytest.mark.parametrize("name", LEADS_OUTSIDE)
+def test_a_pointer_outside_its_tensor_is_named_before_it_is_used(name):
+    changes, (fault, tensor, does) = LEADS_OUTSIDE[name]
+    report = evaluate(changed("flash_kernel", *changes), "flash_kernel")
+    assert (report.status, report.fault) == ("failed", fault), report.message
+    assert f"A pointer led outside: {tensor}, a tensor of shape" in report.message
+    assert f"and this {does} number" in report.message
+    line = "tl.load" if does == "reads" else "tl.store"
+    assert "in kernel: `" in report.message and line in report.message
+
+
+@needs_triton
+@needs_interpreter
+def test_pointers_are_checked_inside_alone_and_right_ones_pass():
+    @triton.jit
+    def kernel(x_ptr, out_ptr, n, step, SIZE: tl.constexpr):
+        at = tl.arange(0, SIZE)
+        x = tl.load(x_ptr + at * step, mask=at < n, other=0.0)
+        tl.atomic_add(out_ptr + at * step, x, mask=at < n)
+
+    x, out = torch.arange(30.0)[3:], torch.zeros(30)[3:]
+    with strict():
+        kernel[(1,)](x, out, 9, 3, SIZE=16)
+        assert out[::3].tolist() == x[::3].tolist() and out[1::3].sum() == 0
+        for step, number in ((4, 31), (-4, -1), (10**6, 10**6 + 3)):
+            with pytest.raises(Exception, match=f"reads number {number}") as raised:
+                kernel[(1,)](x, out, 9, step, SIZE=16)
+            assert isinstance(raised.value.__cause__, OutsideTensor)
+    assert out[::3].tolist() == x[::3].tolist()
+    kernel[(1,)](x, out, 9, 3, SIZE=16)
+    assert out[::3].tolist() == (2 * x[::3]).tolist()
+
+
+@needs_triton
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("precision", "digits"), [("tf32", 10), ("tf32x3", 23), ("ieee", 23)]
+)
+def test_products_are_rounded_as_on_a_gpu(precision, digits):
+    @triton.jit
+    def kernel(x_ptr, out_ptr, PRECISION: tl.constexpr):
+        i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+        one = tl.where(i == j, 1.0, 0.0)
+        x = tl.load(x_ptr + i * 16 + j)
+        product = tl.dot(x, one, input_precision=PRECISION)
+        tl.store(out_ptr + i * 16 + j, product)
+
+    x, out = probe(16, 16), torch.empty(16, 16)
+    with strict():
+        kernel[(1,)](x, out, precision)
+    fraction, exponent = torch.frexp(x)  # fraction in [0.5, 1)
+    expected = (fraction * 2 ** (digits + 1)).round() / 2 ** (digits + 1)
+    assert torch.equal(out, torch.ldexp(expected, exponent))
+
+
+UNWRITTEN = {
+    "grid_without_batches": ("n_batch * n_heads)](", "n_heads)]("),
+    "output_of_the_first_batch": ("+ b * o_b", ""),
+    "lse_of_the_first_batch": ("tl.program_id(1) * t_q + rows", "h * t_q + rows"),
+    "last_queries_dropped": ("triton.cdiv(t_q, n), n_b", "max(t_q // n, 1), n_b"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("fault", UNWRITTEN)
+def test_what_a_kernel_never_writes_is_nan(fault):
+    fails(changed("flash_kernel", UNWRITTEN[fault]), "flash_kernel", fault)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @needs_triton
