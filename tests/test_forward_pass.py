@@ -620,3 +620,169 @@ def test_new_model_is_undecided():
 def test_gelu_is_the_exact_one():
     x = probe(50, scale=3.0)
     torch.testing.assert_close(gelu(x), F.gelu(x))
+
+
+# Found by wrong answers written from the lesson's text alone --------------------------
+
+
+@dataclass
+class AcceptsBeginnings(TransformerConfig):
+    def __post_init__(self):
+        style = self.style
+        self.style = "llama" if style.startswith("llama") else style
+        super().__post_init__()
+        self.style = style
+
+
+@dataclass
+class AcceptsZero(TransformerConfig):
+    def __post_init__(self):
+        if any(
+            value == 0 for value in vars(self).values() if not isinstance(value, bool)
+        ):
+            return
+        super().__post_init__()
+
+
+@dataclass
+class RefusesNarrow(TransformerConfig):
+    def __post_init__(self):
+        super().__post_init__()
+        if self.d_ff < self.d_model:
+            raise ValueError(f"d_ff {self.d_ff} is below {self.d_model}")
+
+
+def test_wrong_configurations_by_their_fault():
+    AcceptsZero.__name__ = "TransformerConfig"  # as a learner's has
+    assert "llama2" in fails(AcceptsBeginnings, "TransformerConfig").message
+    assert fails(AcceptsZero, "TransformerConfig").fault == "zero_accepted"
+    fails(RefusesNarrow, "TransformerConfig")
+
+
+class NoGraph(Block):
+    def forward(self, x, mask=None, positions=None):
+        with torch.no_grad():
+            return super().forward(x, mask, positions)
+
+
+class ChangesItsOwnSum(Block):
+    """The second addition in place, on what norm_2 has kept for its gradient."""
+
+    def forward(self, x, mask=None, positions=None):
+        hidden = []
+        handle = self.norm_2.register_forward_pre_hook(
+            lambda module, given: hidden.append(given[0])
+        )
+        result = super().forward(x, mask, positions)
+        handle.remove()
+        if hidden[0].requires_grad:
+            hidden[0] += 0
+        return result
+
+
+class BiasOfInputs(Block):
+    def __init__(self, config):
+        super().__init__(config)
+        if config.style == "gpt2":
+            for layer in self.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.bias = nn.Parameter(torch.zeros(layer.in_features))
+
+
+def test_a_block_that_stops_elsewhere_is_not_named_for_another_mistake():
+    for answer in (NoGraph, ChangesItsOwnSum, BiasOfInputs):
+        assert fails(answer, "Block").fault is None
+    assert "as many numbers" in fails(BiasOfInputs, "Block").message
+
+
+class ForgetsConfig(Transformer):
+    def __init__(self, config):
+        super().__init__(config)
+        self.c = self.config
+        del self.config
+
+    def forward(self, ids):
+        self.config = self.c
+        try:
+            return super().forward(ids)
+        finally:
+            del self.config
+
+
+class RandomNorms(Transformer):
+    def __init__(self, config):
+        super().__init__(config)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02)
+
+
+class UniformStart(Transformer):
+    def __init__(self, config):
+        super().__init__(config)
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.uniform_(p, -0.0346, 0.0346)
+
+
+class TooLargeByTen(Transformer):
+    def __init__(self, config):
+        super().__init__(config)
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, std=0.2)
+
+
+class SetsTheSeed(Transformer):
+    def __init__(self, config):
+        torch.manual_seed(0)
+        super().__init__(config)
+
+
+def test_wrong_starts_by_their_fault():
+    assert "`config`" in fails(ForgetsConfig, "Transformer").message
+    for answer, fault in (
+        (RandomNorms, "vectors_random_too"),
+        (UniformStart, "uniform_start"),
+        (TooLargeByTen, None),
+        (SetsTheSeed, "seeded_inside"),
+    ):
+        assert fails(answer, "Transformer").fault == fault
+
+
+def squeezed(logits, temperature=1.0, *args, **kwargs):
+    drawn = sample(logits, temperature, *args, **kwargs)
+    return drawn if temperature == 0 else drawn.squeeze()
+
+
+def in_its_own_dtype(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature <= 0:
+        return sample(logits, temperature, top_k, top_p, generator)
+    return sample(logits / temperature, 1.0, top_k, top_p, generator)
+
+
+def least_likely(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if top_k is not None and 0 < top_k <= logits.shape[-1] and temperature > 0:
+        rest = logits.argsort(-1)[:, top_k:]
+        logits = logits.scatter(1, rest, -torch.inf)
+        top_k = None
+    return sample(logits, temperature, top_k, top_p, generator)
+
+
+def test_wrong_samples_by_their_fault():
+    for answer, fault in (
+        (squeezed, "row_alone_squeezed"),
+        (in_its_own_dtype, "half_overflows"),
+        (least_likely, "least_likely_kept"),
+    ):
+        assert fails(answer, "sample").fault == fault
+
+
+def test_a_long_prompt_accepted_is_no_matter_of_chance():
+    def cuts(model, ids, n_tokens, *args, **kwargs):
+        if ids.shape[1] == 0:
+            raise ValueError("an empty prompt")
+        seen = ids[:, -model.config.max_len :]
+        out = generate(model, seen, n_tokens, *args, **kwargs)
+        return torch.cat([ids, out[:, seen.shape[1] :]], 1)
+
+    assert fails(cuts, "generate").fault != "random"

@@ -668,3 +668,224 @@ class ReturnsTuple(exercises._Tokenizer):
 )
 def test_wrong_tokenizers(answer):
     reject(answer, "BPETokenizer")
+
+
+# Named mistakes ---------------------------------------------------------------------
+
+
+def named(answer, name):
+    return evaluate(answer, name).fault
+
+
+def merge_slices(as_slice, as_pair):
+    """Compares a slice with the pair, each as it is converted here."""
+
+    def merge_pair(ids, pair, new_id):
+        merged, i = [], 0
+        while i < len(ids):
+            both = as_slice(ids[i : i + 2]) == as_pair(pair)
+            merged.append(new_id if both else ids[i])
+            i += 2 if both else 1
+        return merged
+
+    return merge_pair
+
+
+def test_a_list_is_no_tuple():
+    as_it_is = merge_slices(lambda ids: ids, lambda pair: pair)
+    assert named(as_it_is, "merge_pair") == "list_against_tuple"
+    listed = merge_slices(lambda ids: ids, list)
+    assert named(listed, "merge_pair") == "tuple_against_list"
+    accept(merge_slices(tuple, tuple), "merge_pair")
+
+
+def train_on_ids(text, vocab_size, special_tokens=(), key=None, sort=None, room=None):
+    """Training on ids, with the habits that learners bring."""
+    kept = sorted(special_tokens, key=len, reverse=True)
+    pieces = regex.split("|".join(map(regex.escape, kept)), text) if kept else [text]
+    words = Counter(
+        tuple(word.encode()) for piece in pieces for word in regex.findall(GPT2, piece)
+    )
+    vocab, merges = {i: bytes([i]) for i in range(256)}, []
+    if vocab_size < 256 + len(special_tokens):
+        raise ValueError(f"{vocab_size} < {256 + len(special_tokens)}")
+    for _ in range(room or vocab_size - 256 - len(special_tokens)):
+        counts = reference.pair_counts(words)
+        if not counts:
+            break
+        best = max(counts, key=lambda p: key(counts[p], p, vocab))
+        new = len(vocab)
+        merges.append((vocab[best[0]], vocab[best[1]]))
+        vocab[new] = vocab[best[0]] + vocab[best[1]]
+        words = {
+            tuple(reference.merge_pair(ids, best, new)): n for ids, n in words.items()
+        }
+    for token in sort(special_tokens) if sort else special_tokens:
+        vocab[len(vocab)] = token.encode()
+    return vocab, merges
+
+
+def by_bytes(n, pair, vocab):
+    return n, vocab[pair[0]], vocab[pair[1]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [
+        ("ids_on_ties", {"key": lambda n, pair, vocab: (n, pair)}),
+        (
+            "longest_on_ties",
+            {
+                "key": lambda n, pair, v: (
+                    n,
+                    len(v[pair[0]] + v[pair[1]]),
+                    v[pair[0]],
+                    v[pair[1]],
+                )
+            },
+        ),
+        (
+            "right_part_first",
+            {"key": lambda n, pair, v: (n, v[pair[1]], v[pair[0]])},
+        ),
+        ("special_sorted", {"sort": lambda s: sorted(s, key=len, reverse=True)}),
+    ],
+)
+def test_training_mistakes_on_ids_are_named(fault, options):
+    def answer(text, vocab_size, special_tokens=()):
+        return train_on_ids(
+            text, vocab_size, special_tokens, **{"key": by_bytes, **options}
+        )
+
+    assert named(answer, "train_bpe") == fault
+
+
+def test_training_on_ids_is_right():
+    def answer(text, vocab_size, special_tokens=()):
+        return train_on_ids(text, vocab_size, special_tokens, key=by_bytes)
+
+    accept(answer, "train_bpe")
+
+
+def test_special_tokens_not_counted_are_noticed_before_the_long_text():
+    report = evaluate(trainer(room=lambda size, special: size - 256), "train_bpe")
+    assert report.fault == "special_not_counted"
+    assert "special tokens cut the text" in report.lines[0]
+
+
+class Leftmost(reference.BPETokenizer):
+    """Merges in words by a choice of its own, with `merge_pair`."""
+
+    def __init__(self, vocab, merges, special_tokens=(), pattern=GPT2):
+        super().__init__(vocab, merges, special_tokens, pattern)
+        self.pattern, self.special = pattern, sorted(special_tokens, key=len)[::-1]
+        self.pairs = {tuple(pair): rank for rank, pair in enumerate(merges)}
+        self.of = {token: i for i, token in vocab.items()}
+
+    def choose(self, parts):
+        return next((p for p in pairwise(parts) if p in self.pairs), None)
+
+    def encode(self, text):
+        cut = "|".join(map(regex.escape, self.special)) or "(?!)"
+        ids = []
+        for piece in regex.split(f"({cut})", text):
+            if piece in self.special:
+                ids.append(self.of[piece.encode()])
+                continue
+            for word in regex.findall(self.pattern, piece):
+                parts = [bytes([b]) for b in word.encode() if bytes([b]) in self.of]
+                while (pair := self.choose(parts)) is not None:
+                    parts = reference.merge_pair(parts, pair, pair[0] + pair[1])
+                ids += [self.of[part] for part in parts]
+        return ids
+
+
+class JoinedBytes(Leftmost):
+    def choose(self, parts):
+        pairs = [p for p in pairwise(parts) if p[0] + p[1] in self.of]
+        return min(pairs, key=lambda p: self.of[p[0] + p[1]], default=None)
+
+
+class EveryTokenSpecial(exercises._Tokenizer):
+    """Takes a stretch of text that is a token for a special one."""
+
+    def parts(self, text):
+        if not self.special:
+            return super().parts(text)
+        cut = "|".join(map(regex.escape, sorted(self.special, key=len)[::-1]))
+        return [
+            part
+            for piece in regex.split(f"({cut})", text)
+            for part in (
+                [(piece, True)]
+                if piece.encode() in self.ids
+                else [(word, False) for word in self.words(piece)]
+            )
+        ]
+
+
+class KeysAreTensors(exercises._Tokenizer):
+    def numbers(self, ids):
+        return ids
+
+
+class NegativeEnd(reference.BPETokenizer):
+    """Holds back as many characters as the longest special token, less one."""
+
+    def __init__(self, vocab, merges, special_tokens=(), pattern=GPT2):
+        super().__init__(vocab, merges, special_tokens, pattern)
+        self.marks, self.words = list(special_tokens), pattern
+        self.longest = max(map(len, special_tokens), default=1)
+
+    limited = staticmethod(lambda text, limit: (text[:limit], limit))
+
+    def encode_iterable(self, chunks):
+        text = ""
+        for chunk in chunks:
+            text += chunk
+            while True:
+                found = [(text.find(s), -len(s)) for s in self.marks if s in text]
+                at, end = min(found, default=(None, None))
+                end = None if at is None else at - end
+                if end is None or end + self.longest > len(text):
+                    break
+                yield from self.encode(text[:end])
+                text = text[end:]
+            limit = len(text) - self.longest + 1 if at is None else at
+            seen, limit = self.limited(text, limit)
+            done = 0
+            for word in regex.findall(self.words, seen)[:-2]:
+                if 0 <= limit < done + len(word):
+                    break
+                yield from self.encode(word)
+                done += len(word)
+            text = text[done:]
+        yield from self.encode(text)
+
+
+class LimitAtZero(NegativeEnd):
+    limited = staticmethod(lambda text, limit: (text[: max(limit, 0)], max(limit, 0)))
+
+
+class WordsReachSpecial(NegativeEnd):
+    limited = staticmethod(lambda text, limit: (text, max(limit, 0)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        ("leftmost_pair_everywhere", Leftmost),
+        ("joined_bytes", JoinedBytes),
+        ("rank_from_id", RankOfResult),
+        ("every_token_special", EveryTokenSpecial),
+        ("tensor_ids", KeysAreTensors),
+        ("negative_end", NegativeEnd),
+        ("words_reach_special", WordsReachSpecial),
+    ],
+)
+def test_tokenizer_mistakes_are_named(fault, answer):
+    assert named(answer, "BPETokenizer") == fault
+
+
+def test_searching_for_special_tokens_is_right():
+    accept(LimitAtZero, "BPETokenizer")

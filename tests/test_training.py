@@ -561,3 +561,120 @@ def test_processes_that_fail_are_a_sentence(monkeypatch):
     assert run().startswith("the processes ended without a result (exit code ")
     monkeypatch.setattr(sys, "executable", "no such interpreter")
     assert run() == "the processes did not run (FileNotFoundError)"
+
+
+# Found by wrong answers written from the lesson's text alone --------------------------
+
+
+def as_many(logits, targets):
+    if logits[..., 0].numel() != targets.numel():
+        raise ValueError(f"{tuple(logits.shape)} and {tuple(targets.shape)}")
+    return reference.cross_entropy(logits, targets.reshape(logits.shape[:-1]))
+
+
+def shuffled_starts(data, batch_size, t, generator=None):
+    if len(data) < t + 1:
+        raise ValueError(f"{len(data)} tokens, and {t + 1} are needed")
+    starts = torch.randperm(len(data) - t, generator=generator)[:batch_size]
+    pieces = torch.stack([data[s : s + t + 1] for s in starts.tolist()])
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+class InPlace(torch.optim.Optimizer):
+    """AdamW with operations in place, as most learners write it."""
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
+    ):
+        options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, options)
+
+    def zeros(self, p):
+        return torch.zeros_like(p)
+
+    def start(self, p):
+        return dict(n=0, m=self.zeros(p), v=self.zeros(p))
+
+    def weight(self, beta_1):
+        return 1 - beta_1
+
+    def decays(self, p):
+        return True
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta_1, beta_2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(self.start(p))
+                state["n"] += 1
+                state["m"].mul_(beta_1).add_(p.grad, alpha=self.weight(beta_1))
+                state["v"].mul_(beta_2).addcmul_(p.grad, p.grad, value=1 - beta_2)
+                m = state["m"] / (1 - beta_1 ** state["n"])
+                v = state["v"] / (1 - beta_2 ** state["n"])
+                if self.decays(p):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * m / (v.sqrt() + self.eps(group)))
+
+    def eps(self, group):
+        return group["eps"]
+
+
+class MomentumForm(InPlace):
+    def weight(self, beta_1):
+        return 1
+
+
+class StartsAtGradient(InPlace):
+    def start(self, p):
+        return super().start(p) | dict(m=p.grad.clone())
+
+
+class MatricesAlone(InPlace):
+    def decays(self, p):
+        return p.ndim > 1
+
+
+class EpsForgotten(InPlace):
+    def eps(self, group):
+        return 1e-8
+
+
+class OnTheCpu(InPlace):
+    def zeros(self, p):
+        return torch.zeros(p.shape, dtype=p.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "answer"),
+    [
+        ("cross_entropy", "counts_compared", as_many),
+        ("get_batch", "without_replacement", shuffled_starts),
+        ("AdamW", "mean_not_weighted", MomentumForm),
+        ("AdamW", "first_mean_kept", StartsAtGradient),
+        ("AdamW", "vectors_not_decayed", MatricesAlone),
+        ("AdamW", "eps_fixed", EpsForgotten),
+        ("AdamW", "cpu_state", OnTheCpu),
+    ],
+)
+def test_mistakes_are_named(name, fault, answer):
+    assert evaluate(answer, name).fault == fault
+
+
+def test_adamw_in_place_is_right():
+    accept(InPlace, "AdamW")
+
+
+class OtherEps(InPlace):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+def test_the_default_of_eps_is_looked_at():
+    reject(OtherEps, "AdamW")

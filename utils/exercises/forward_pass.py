@@ -146,7 +146,9 @@ def looked_up(x, p, c, mask, positions, knob=""):
     if knob == "mask_ignored":
         mask = None
     if knob == "always_causal":
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones(
+            x.shape[1], x.shape[1], dtype=torch.bool, device=x.device
+        ).tril()
     group = c.n_heads // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(c.d_head)
@@ -393,6 +395,7 @@ def _(answer, t):
         dict(n_kv_heads=1),
         dict(n_kv_heads=6),
         dict(d_model=11),
+        dict(d_ff=3),
         dict(d_head=2),
         dict(n_heads=7, n_kv_heads=7),
         dict(d_head=5, style="gpt2"),
@@ -446,7 +449,7 @@ def _(answer, t):
 
 @config_.requires("a style that is not known is a ValueError that names it")
 def _(answer, t):
-    for style in ("gpt3", "Llama", ""):
+    for style in ("gpt3", "Llama", "", "llama2", "gpt2-medium"):
         t.raises(
             ValueError,
             answer,
@@ -503,6 +506,11 @@ def refuse_odd_anywhere(c):
         raise ValueError(f"d_head {c.d_head}")
 
 
+def refuse_sharing_if_any(c):
+    if c.n_kv_heads:
+        refuse_sharing(c)
+
+
 def refuse_sharing_reversed(c):
     if c.n_kv_heads % c.n_heads:
         raise ValueError(f"{c.n_heads} heads, {c.n_kv_heads} KV heads")
@@ -514,7 +522,26 @@ def refuse_zero_alone(c):
             raise ValueError(f"{name} is 0")
 
 
+def refuse_negative_alone(c):
+    for name in SIZES:
+        if getattr(c, name) < 0:
+            raise ValueError(f"{name} is {getattr(c, name)}")
+
+
+def refuse_other_beginnings(c):
+    if not c.style.startswith(("llama", "gpt2")):
+        raise ValueError(f"style {c.style}")
+
+
 CONFIG_FAULTS = {
+    "zero_accepted": (
+        "A size of 0 is accepted. It is smaller than 1 too.",
+        (refuse_negative_alone, refuse_sharing_if_any, refuse_odd, refuse_style),
+    ),
+    "style_beginnings": (
+        "A style is accepted that only begins like one of the two. Compare whole words.",
+        (refuse_small, refuse_sharing, refuse_odd, refuse_other_beginnings),
+    ),
     "nothing_refused": (
         "Nothing is refused. A size that does not fit then fails deep inside a layer, "
         "with a message about shapes that the caller never wrote.",
@@ -658,6 +685,12 @@ def _(answer, t):
     module = t.call(answer, c)
     t.parameter_count(module, numbers_in(block_shapes(c)))
     for name, p in module.named_parameters():
+        wanted = block_shapes(c).get(name, p.shape)
+        t.true(
+            tuple(p.shape) == tuple(wanted),
+            f"`{name}` has shape {tuple(p.shape)}, expected {tuple(wanted)}: a bias has "
+            "as many numbers as its layer has outputs.",
+        )
         t.true(
             not name.endswith("bias") or bool((p == 0).all()),
             f"The bias `{name}` does not start at zero.",
@@ -687,17 +720,24 @@ def _(answer, t):
             )
 
 
+def block_learns(answer, t, c):
+    module, oracle = made_block(answer, t, c, seed=80)
+    mask = causal(5)
+    t.gradients_agree(
+        lambda x: module(x, mask), lambda x: oracle(x, mask), probe(2, 5, 10, seed=81)
+    )
+    trained(t, made_block(answer, t, c, seed=82)[0], probe(2, 5, 10, seed=83))
+
+
+# One style a requirement: a fault of the other is then no match for what stops here.
 @block.requires("gradients reach the input and every parameter")
 def _(answer, t):
-    for c in (LLAMA, GPT2):
-        module, oracle = made_block(answer, t, c, seed=80)
-        mask = causal(5)
-        t.gradients_agree(
-            lambda x, m=module, k=mask: m(x, k),
-            lambda x, o=oracle, k=mask: o(x, k),
-            probe(2, 5, 10, seed=81),
-        )
-        trained(t, made_block(answer, t, c, seed=82)[0], probe(2, 5, 10, seed=83))
+    block_learns(answer, t, LLAMA)
+
+
+@block.requires('gradients reach them in style "gpt2" too')
+def _(answer, t):
+    block_learns(answer, t, GPT2)
 
 
 @block.requires("two blocks of one config share nothing")
@@ -838,6 +878,10 @@ def _(answer, t):
         module = t.call(answer, c)
         t.parameter_count(module, numbers_in(model_shapes(c)))
         load_all(t, module, weights_for(model_shapes(c), 0))
+        t.true(
+            hasattr(module, "config"),
+            "The model has no attribute `config`. `generate` and later lessons read it.",
+        )
 
 
 @transformer.requires(
@@ -870,6 +914,9 @@ def _(answer, t):
     t.equal(len(firsts), 3, "the number of blocks")
     alike = any(torch.equal(firsts[0], other) for other in firsts[1:])
     t.true(not alike, "The blocks start with the same values.")
+    again = dict(t.call(answer, LLAMA).named_parameters())
+    alike = torch.equal(firsts[0], again["blocks.0.attention.w_q.weight"])
+    t.true(not alike, "Two new models start with the same values.")
 
 
 @transformer.requires(
@@ -923,8 +970,10 @@ def _(answer, t):
     small = Sizes(500, 64, 2, 4, 2, 16, 96, 32)
     for c in (small, replace(small, tied=False), replace(small, style="gpt2")):
         module = t.call(answer, c)
+        t.trace.pop()  # random as it should be, like the logits below
         for name, p in module.named_parameters():
             if p.dim() > 1 and "w_o" not in name and "w_2" not in name:
+                t.trace.append(f"{p.std():.1g}")
                 t.true(
                     0.015 < p.std().item() < 0.025,
                     f"`{name}` starts with a standard deviation of {p.std():.2g}, "
@@ -932,11 +981,35 @@ def _(answer, t):
                 )
         ids = probe_ids(3, 32, below=500, seed=5)
         logits = t.call(module, ids)[:, :-1].flatten(0, 1)
+        t.trace.pop()
         loss = F.cross_entropy(logits.double(), ids[:, 1:].flatten()).item()
         t.true(
             abs(loss - math.log(500)) < 0.5,
             f"The loss of a new model is {loss:.2f}, where guessing costs "
             f"{math.log(500):.2f}.",
+        )
+
+
+@transformer.requires(
+    "the random values are normal ones, and only matrices get them",
+    "Matrices are the parameters with more than one dimension. The weights of the norms "
+    "start at 1, biases at 0.",
+)
+def _(answer, t):
+    for c in (Sizes(500, 64, 2, 4, 2, 16, 96, 32), GPT2):
+        module = t.call(answer, c)
+        t.trace.pop()
+        changed = [
+            name
+            for name, p in module.named_parameters()
+            if p.dim() == 1 and not bool((p == (not name.endswith("bias"))).all())
+        ]
+        t.true(not changed, f"Not at their starting values: `{'`, `'.join(changed)}`.")
+        far = (module.embedding.weight.abs() > 0.04).double().mean().item()
+        t.true(
+            c is GPT2 or 0.02 < far < 0.08,
+            f"Of the embedding's values {far:.1%} lie beyond two standard deviations; "
+            "of normal ones 4.6% do.",
         )
 
 
@@ -1005,6 +1078,27 @@ def large_start(model, config):
     nn.init.normal_(model.embedding.weight)
 
 
+def every_vector_random(model, config):
+    as_module_list(model, config)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+
+
+def uniform_start(model, config):
+    as_module_list(model, config)
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.uniform_(p, -0.02 * 3**0.5, 0.02 * 3**0.5)
+
+
+def seeded_start(model, config):
+    as_module_list(model, config)
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.02, generator=draw)
+
+
 def not_tied(model, config):
     as_module_list(model, config)
     model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
@@ -1042,6 +1136,20 @@ MODEL_BUILDS = {
         "the head they make logits of size √d_model, and a new model is sure of nonsense.",
         large_start,
     ),
+    "vectors_random_too": (
+        "The weights of the norms get random values too, near 0, which nearly silences "
+        "every layer. Only matrices do: parameters with more than one dimension.",
+        every_vector_random,
+    ),
+    "uniform_start": (
+        "The starting values are spread evenly over a range. Normal values are asked for.",
+        uniform_start,
+    ),
+    "seeded_inside": (
+        "A seed is set inside: every new model has the same starting values, and so has "
+        "whatever draws after it.",
+        seeded_start,
+    ),
     "head_has_a_bias": (
         "The head has a bias; it is built without one.",
         head_with_bias,
@@ -1076,7 +1184,8 @@ transformer.fault(
 
 # sample -------------------------------------------------------------------------------
 
-sampling = Exercise("sample", lesson="forward_pass")
+# A loop over the rows is as right, and takes its time over so many draws.
+sampling = Exercise("sample", lesson="forward_pass", seconds=25.0)
 DRAWS = 8_000
 # Probabilities 0.4, 0.3, 0.2, 0.1 on four of six tokens, in an order of their own.
 ODDS = torch.tensor([0.3, 1e-30, 0.1, 0.4, 1e-30, 0.2]).log()
@@ -1155,11 +1264,14 @@ def _(answer, t):
     "Which dimension is the vocabulary?",
 )
 def _(answer, t):
-    rows = torch.full((5, 7), -100.0)
-    rows[torch.arange(5), torch.tensor([3, 6, 0, 2, 5])] = 0.0
+    first = torch.tensor([3, 6, 0, 2, 5])
+    # Steps of 100: whatever is kept, one token is sure, and the same mistake shows the same.
+    rows = 50 - 100.0 * ((torch.arange(7) * 3 - first[:, None] * 3) % 7)
     for kwargs in ({}, dict(top_k=2), dict(top_p=0.8), dict(top_k=3, top_p=0.5)):
         drawn = t.call(answer, rows, **kwargs)
-        t.equal(drawn, torch.tensor([3, 6, 0, 2, 5]), f"with {kwargs}, the tokens")
+        t.equal(drawn, first, f"with {kwargs}, the tokens")
+        drawn = t.call(answer, rows[1:2], **kwargs)
+        t.equal(drawn, first[1:2], f"with {kwargs} and one row, the tokens")
     drawn = draws(t, answer, torch.zeros(50), seed=3)
     t.true(len(drawn.unique()) == 50, "All rows got the same few tokens.")
 
@@ -1302,6 +1414,11 @@ def _(answer, t):
     for settings in ({}, dict(temperature=1e-3), dict(top_p=0.9), dict(top_k=2)):
         drawn = t.call(answer, huge, **settings)
         t.equal(drawn, torch.tensor([0, 2]), f"with {settings}, the tokens")
+    for kind in (torch.float16, torch.bfloat16):
+        drawn = t.call(answer, huge.to(kind), temperature=1e-3)
+        t.equal(
+            drawn, torch.tensor([0, 2]), f"in {kind} at temperature 0.001, the tokens"
+        )
     hidden = ODDS.clone()
     hidden[3] = -torch.inf
     follows(t, answer, hidden, kept(0, 2, 5), "token 3 at −inf", seed=50)
@@ -1323,9 +1440,10 @@ def _(answer, t):
     "Test all of them first, before temperature 0 returns.",
 )
 def _(answer, t):
-    logits = probe(3, 7)
+    # Steps of 100: what is drawn where nothing is refused is no matter of chance.
+    logits = 100.0 * ((torch.arange(7) * 3 + torch.arange(3)[:, None]) % 7)
     for name, values in dict(
-        temperature=(-0.5, -1), top_k=(0, -2, 8), top_p=(0.0, -0.25, 1.5)
+        temperature=(-0.5, -1), top_k=(8, 0, -2), top_p=(0.0, -0.25, 1.5)
     ).items():
         for value in values:
             for more in ({}, {} if name == "temperature" else dict(temperature=0)):
@@ -1359,7 +1477,7 @@ def sampler(wrong=""):
             return logits.argmax(0 if wrong == "argmax_over_rows" else -1)
         if temperature == 0 and wrong == "zero_ignored":
             temperature = 1.0
-        x = logits.float()
+        x = logits if wrong == "half_overflows" else logits.float()
         cold = x
         if wrong == "multiplied":
             x = x * temperature
@@ -1388,6 +1506,8 @@ def sampler(wrong=""):
             drawn = torch.multinomial(p[:1], 1, generator=generator)
             return drawn.squeeze(1).expand(len(p)).clone()
         drawn = torch.multinomial(p, 1, generator=generator)
+        if wrong == "row_alone_squeezed":
+            return drawn.squeeze()
         return drawn if wrong == "extra_dimension" else drawn.squeeze(1)
 
     def cut(x, weighed, top_p, wrong):
@@ -1453,6 +1573,10 @@ SAMPLE_FAULTS = {
     "ones. It must go back to the order of the vocabulary.",
     "one_draw_for_all_rows": "One token is drawn for all rows.",
     "extra_dimension": "The result is `(B, 1)`; one token a row is `(B,)`.",
+    "row_alone_squeezed": "`squeeze()` without a dimension takes away every dimension of "
+    "size 1, that of a batch of one row as well. Name the one that goes.",
+    "half_overflows": "In float16 a logit divided by a small temperature passes 65,504, "
+    "the largest number, and infinity minus infinity is NaN. Work in float32.",
     "generator_ignored": "The generator is not passed on, so its seed decides nothing.",
     "reseeded": "A new generator with a fixed seed is made in each call: every draw is "
     "the same.",
@@ -1591,6 +1715,7 @@ def _(answer, t):
         Sums(max_len=3),
         PROMPTS,
         2,
+        temperature=0,
         mentions=(4, 3),
         because="a prompt of 4 tokens where max_len is 3",
     )

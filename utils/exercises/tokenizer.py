@@ -7,6 +7,7 @@ from functools import cache
 from itertools import accumulate, islice, pairwise
 
 import regex
+import torch
 
 from utils.exercise import Exercise
 from utils.probe import hashed
@@ -152,6 +153,14 @@ def _(words):
 )
 def _(words):
     return _count(words, lambda ids: list(pairwise(ids))[::2])
+
+
+@pair_counts.fault(
+    "first_pair_missing",
+    "The first pair of each word is missing: a word of n ids has n − 1 pairs.",
+)
+def _(words):
+    return _count(words, lambda ids: list(pairwise(ids))[1:])
 
 
 @pair_counts.fault(
@@ -355,6 +364,24 @@ def _(ids, pair, new_id):
     return [int(word) for word in text.split()]
 
 
+@merge_pair.fault(
+    "list_against_tuple",
+    "A slice of a list is compared with a tuple, and these are never equal: "
+    "`[1, 2] == (1, 2)` is False. Make both the same kind.",
+)
+def _(ids, pair, new_id):
+    return _merging(ids, pair if isinstance(ids, tuple) else None, new_id)
+
+
+@merge_pair.fault(
+    "tuple_against_list",
+    "A slice of a tuple is compared with a list, and these are never equal: "
+    "`(1, 2) == [1, 2]` is False. Make both the same kind.",
+)
+def _(ids, pair, new_id):
+    return _merging(ids, pair if isinstance(ids, list) else None, new_id)
+
+
 @merge_pair.fault("a_tuple", "A tuple is returned; a list is asked for.")
 def _(ids, pair, new_id):
     return tuple(_merging(ids, pair, new_id))
@@ -451,17 +478,21 @@ def _learns(t, answer, text, vocab_size, *special):
         isinstance(merges, list),
         f"`merges` is of type {type(merges).__name__}, expected a list.",
     )
-    for i, (yours, right) in enumerate(zip(merges, expected, strict=False)):
-        if not isinstance(yours, (tuple, list)) or tuple(yours) != right:
-            raise Unmet(f"Merge number {i} is {short(yours)}, expected {short(right)}.")
-    if len(merges) != len(expected):
-        raise Unmet(f"There are {len(merges)} merges, expected {len(expected)}.")
+    _same_merges(merges, expected)
     for i in [*expected_vocab, *vocab]:
         if vocab.get(i) != expected_vocab.get(i):
             raise Unmet(
                 f"`vocab` at id {short(i)} is {short(vocab.get(i, 'missing'))}, expected "
                 f"{short(expected_vocab.get(i, 'nothing'))}."
             )
+
+
+def _same_merges(merges, expected):
+    for i, (yours, right) in enumerate(zip(merges, expected, strict=False)):
+        if not isinstance(yours, (tuple, list)) or tuple(yours) != right:
+            raise Unmet(f"Merge number {i} is {short(yours)}, expected {short(right)}.")
+    if len(merges) != len(expected):
+        raise Unmet(f"The number of merges is {len(merges)}, expected {len(expected)}.")
 
 
 def _invented_text(n_words, seed=0):
@@ -529,6 +560,17 @@ def _(answer, t):
 
 
 @train_bpe.requires(
+    "where no pair is left it stops, with a smaller vocabulary",
+    "A text of two different letters has one pair. What does your search for the most "
+    "frequent pair give when none is left, and when a count has become 0?",
+)
+def _(answer, t):
+    _learns(t, answer, "ab", 300)
+    _learns(t, answer, "abcab", 300)
+    _learns(t, answer, "", 300)
+
+
+@train_bpe.requires(
     "the text is cut by GPT-2's pattern, and no merge reaches from word to word",
     "A space belongs to the word behind it. Digits, letters and other signs are words "
     "apart.",
@@ -576,6 +618,9 @@ def _(answer, t):
 def _(answer, t):
     _learns(t, answer, f"ab{END}cb ab{END}cb ab{END}cb", 261, [END])
     _learns(t, answer, f"{END}the end{END}{END} the end|> <|end", 268, [END])
+    _learns(t, answer, f"ab{END}cb ab{END}cb ab{END}cb", 258, [END])
+    _learns(t, answer, "ab a b", 300, [END])
+    _learns(t, answer, "", 300, [END, MORE])
 
 
 @train_bpe.requires(
@@ -586,16 +631,6 @@ def _(answer, t):
 def _(answer, t):
     _learns(t, answer, f"more{MORE}more{END}x|x|x.x<more|>", 266, [END, MORE])
     _learns(t, answer, "aXb.aXb.aXb a.b a.b a.b (1) (1)", 266, ["a.b", "(1)"])
-
-
-@train_bpe.requires(
-    "where no pair is left it stops, with a smaller vocabulary",
-    "A text of two different letters has one pair.",
-)
-def _(answer, t):
-    _learns(t, answer, "ab", 300)
-    _learns(t, answer, "ab a b", 300, [END])
-    _learns(t, answer, "", 300, [END, MORE])
 
 
 @train_bpe.requires(
@@ -625,7 +660,7 @@ def _(answer, t):
     text = _invented_text(60, seed=1) + END + _invented_text(60, seed=2)
     result = t.mutate(answer, text=text, vocab_size=280, special_tokens=[END])
     t.is_tuple(result, 2)
-    t.equal([tuple(pair) for pair in result[1]], _learn(text, 280, [END])[1], "merges")
+    _same_merges(result[1], _learn(text, 280, [END])[1])
 
 
 def _training_fault(name, sentence, **options):
@@ -671,6 +706,17 @@ _training_fault(
     "The pair that gives the longest token is merged. What counts is how often it "
     "occurs.",
     key=lambda n, left, right: (len(left) + len(right), n, left, right),
+)
+_training_fault(
+    "longest_on_ties",
+    "On equal counts the pair that gives the longest token is merged. The greater pair "
+    "is due, compared as a tuple of bytes.",
+    key=lambda n, left, right: (n, len(left) + len(right), left, right),
+)
+_training_fault(
+    "right_part_first",
+    "On equal counts the right parts are compared before the left ones.",
+    key=lambda n, left, right: (n, right, left),
 )
 _training_fault(
     "across_words",
@@ -722,6 +768,14 @@ _training_fault(
                 else [text]
             )
         ]
+    ),
+)
+_training_fault(
+    "empty_pattern",
+    "Without special tokens the pattern of alternatives is empty, and an empty pattern "
+    "cuts the text between all characters.",
+    words=lambda text, special: (
+        _words(_pieces(text, special)) if special else _words(text)
     ),
 )
 _training_fault(
@@ -795,6 +849,45 @@ def _(text, vocab_size, special_tokens=()):
     vocab, merges = _learn(text, vocab_size, special_tokens)
     ids = {token: i for i, token in vocab.items()}
     return vocab, [(ids[a], ids[b]) for a, b in merges]
+
+
+@train_bpe.fault(
+    "ids_on_ties",
+    "On equal counts the ids are compared. Those of merges, 256 and on, are greater than "
+    "those of all bytes, whatever bytes they stand for: compare the bytes.",
+)
+def _(text, vocab_size, special_tokens=()):
+    numbers = {bytes([i]): i for i in range(256)}
+
+    def merge(parts, pair, new):
+        numbers.setdefault(new, len(numbers))
+        return _merge(parts, pair, new)
+
+    def key(n, left, right):
+        return n, numbers[left], numbers[right]
+
+    return _learn(text, vocab_size, special_tokens, key=key, merge=merge)
+
+
+@train_bpe.fault(
+    "special_sorted",
+    "The special tokens are numbered from the longest to the shortest. Sort them for the "
+    "pattern alone; in `vocab` they keep the order in which they were given.",
+)
+def _(text, vocab_size, special_tokens=()):
+    in_order = sorted(special_tokens, key=len, reverse=True)
+    return _learn(text, vocab_size, in_order)
+
+
+@train_bpe.fault(
+    "special_before_merges",
+    "The special tokens come before the merges. Here the 256 bytes come first, then the "
+    "merges, then the special tokens.",
+)
+def _(text, vocab_size, special_tokens=()):
+    vocab, merges = _learn(text, vocab_size, special_tokens)
+    tokens, n = list(vocab.values()), 256 + len(merges)
+    return dict(enumerate([*tokens[:256], *tokens[n:], *tokens[256:n]])), merges
 
 
 @train_bpe.fault(
@@ -884,7 +977,11 @@ class _Tokenizer:
             if i not in self.vocab:
                 raise ValueError(f"{i} is not among {len(self.vocab)} ids")
 
+    def numbers(self, ids):
+        return [int(i) for i in ids]
+
     def decode(self, ids):
+        ids = self.numbers(ids)
         self.known(ids)
         return self.text(b"".join(self.vocab[i] for i in ids))
 
@@ -907,7 +1004,10 @@ class _Tokenizer:
             for part in parts[:n]:
                 yield from self.of_part(*part)
             text = text[ends[n] :]
-        yield from self.encode(text)
+        yield from self.rest(text)
+
+    def rest(self, text):
+        return self.encode(text)
 
 
 MIXED = (
@@ -1033,8 +1133,9 @@ def _(answer, t):
 )
 def _(answer, t):
     vocab, merges, special = _small((b"!", b"!"), (b"a", b"b"))
-    del vocab[4], vocab[255]
+    del vocab[4], vocab[255], vocab[0xA9]
     _encodes(t, answer, "ab!\4! a\4b \4", kit=(vocab, merges, special))
+    _encodes(t, answer, "a café!", kit=(vocab, merges, special))  # é is C3 A9
 
 
 @tokenizer.requires("scripts, emoji, code, numbers and white space encode exactly")
@@ -1058,6 +1159,10 @@ def _(answer, t):
         "<|end",
     ):
         _encodes(t, answer, text)
+    kit = _small((b"b", b"c"), (b"a", b"b"), (b"ab", b"c"), special=[END])
+    _encodes(t, answer, f"abc{END}abc", kit=kit)
+    vocab, merges, _ = _small(special=[END, MORE, "<pad>"])
+    _encodes(t, answer, f"<pad>{MORE}<pad>", kit=(vocab, merges, [END]))
 
 
 @tokenizer.requires(
@@ -1102,6 +1207,15 @@ def _(answer, t):
     for data in (b"\xff", b"a\xe6\xb0b", b"\xe6\xb0\xb4\x80\xf0\x9f\x99"):
         text = data.decode("utf-8", "replace")
         _decodes(t, answer, list(data), text, _small())
+
+
+@tokenizer.requires(
+    "decode takes a tensor of ids as well as a list",
+    "A loop over a tensor gives tensors. `int(i)` makes a number of one.",
+)
+def _(answer, t):
+    ids = _oracle().encode("the café")
+    _decodes(t, answer, torch.tensor(ids), "the café")
 
 
 @tokenizer.requires(
@@ -1152,7 +1266,8 @@ def _cut(text, n):
 
 @tokenizer.requires(
     "encode_iterable gives the ids of the whole text, wherever the chunks end",
-    "A word may go on in the next chunk. Keep the end of the text until you know.",
+    "A word may go on in the next chunk, and a lone ' may become an ending such as 're. "
+    "Keep the end of the text until you know.",
 )
 def _(answer, t):
     _streams(t, answer, ["the tokens", " there"])
@@ -1180,6 +1295,9 @@ def _(answer, t):
     _streams(t, answer, _cut("x'll'l'llm 'r're", 1), plain)
     _streams(t, answer, ["a  <|e", "nd|>", " b"], kit)
     _streams(t, answer, [f"a {END}<|mo", "re|> b"], kit)
+    start = _small(special=["<|im_start|>"])
+    for n in (1, 2, 3):
+        _streams(t, answer, _cut("<|im_start|>user\n<|im_start|>", n), start)
 
 
 @tokenizer.requires(
@@ -1297,6 +1415,44 @@ class _(_Tokenizer):
 
 
 @_tokenizer_fault(
+    "leftmost_pair_everywhere",
+    "The leftmost pair that is in `merges` is merged, in all its places, not the one of "
+    "lowest rank. Merges must be applied in the order in which they were learned.",
+)
+class _(_Tokenizer):
+    def merge(self, parts):
+        while pair := next((p for p in pairwise(parts) if p in self.rank), None):
+            parts = _merge(parts, pair, pair[0] + pair[1])
+        return parts
+
+
+@_tokenizer_fault(
+    "joined_bytes",
+    "Neighbours are merged wherever their bytes together are a token. Only pairs that "
+    "stand in `merges` may be: the same token from another pair is another list of ids.",
+)
+class _(_Tokenizer):
+    def choose(self, parts):
+        joined = [self.ids.get(a + b) for a, b in pairwise(parts)]
+        places = [i for i, number in enumerate(joined) if number is not None]
+        return min(places, key=lambda i: joined[i], default=None)
+
+
+@_tokenizer_fault(
+    "rank_from_id",
+    "The pair whose token has the lowest id is merged first. Ids may come in any order; "
+    "the rank of a merge is its place in `merges`.",
+)
+class _(_Tokenizer):
+    def choose(self, parts):
+        pairs = list(pairwise(parts))
+        places = [i for i, pair in enumerate(pairs) if pair in self.rank]
+        return min(
+            places, key=lambda i: self.ids[parts[i] + parts[i + 1]], default=None
+        )
+
+
+@_tokenizer_fault(
     "longest_token",
     "From the left, the longest token that fits is taken. That is another method "
     "(WordPiece's); here merges are applied in their order.",
@@ -1334,6 +1490,37 @@ class _(_Tokenizer):
             if i is None
             else [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
         )
+
+
+@_tokenizer_fault(
+    "missing_byte_last",
+    "A byte that the vocabulary lacks is left out after the merges, so it still keeps "
+    "its neighbours apart. Leave it out before.",
+)
+class _(_Tokenizer):
+    def start(self, word):
+        return [bytes([byte]) for byte in word.encode()]
+
+    def of_part(self, part, special):
+        if special:
+            return super().of_part(part, special)
+        merged = self.merge(self.start(part))
+        return [self.ids[token] for token in merged if token in self.ids]
+
+
+@_tokenizer_fault(
+    "character_left_out",
+    "A character of which the vocabulary lacks one byte is left out whole. Only the "
+    "missing byte is.",
+)
+class _(_Tokenizer):
+    def start(self, word):
+        whole = [
+            sign
+            for sign in word
+            if all(bytes([byte]) in self.ids for byte in sign.encode())
+        ]
+        return super().start("".join(whole))
 
 
 @_tokenizer_fault(
@@ -1402,6 +1589,25 @@ class _(_Tokenizer):
 class _(_Tokenizer):
     def fitting(self, text, i):
         return None
+
+
+@_tokenizer_fault(
+    "every_token_special",
+    "A stretch of text that equals a token of `vocab` is taken whole. Only the special "
+    "tokens that were given are; everything else is text, which is cut and merged.",
+)
+class _(_Tokenizer):
+    def parts(self, text):
+        if not self.special:
+            return super().parts(text)
+        longest_first = sorted(map(regex.escape, self.special), key=len, reverse=True)
+        found = []
+        for piece in regex.split(f"({'|'.join(longest_first)})", text):
+            if piece.encode() in self.ids:
+                found.append((piece, True))
+            else:
+                found += [(word, False) for word in self.words(piece)]
+        return found
 
 
 @_tokenizer_fault(
@@ -1544,6 +1750,16 @@ class _(_Tokenizer):
 
 
 @_tokenizer_fault(
+    "tensor_ids",
+    "The numbers in a tensor are tensors too, and none of these is a key of a dict of "
+    "numbers. Make a number of each first.",
+)
+class _(_Tokenizer):
+    def numbers(self, ids):
+        return ids
+
+
+@_tokenizer_fault(
     "chunk_by_chunk",
     "Each chunk is encoded by itself, so that a word is cut wherever a chunk ends.",
 )
@@ -1577,10 +1793,68 @@ class _(_Tokenizer):
     "What was held back is lost when the chunks end.",
 )
 class _(_Tokenizer):
+    def rest(self, text):
+        return []
+
+
+@_tokenizer_fault(
+    "line_by_line",
+    "The text is cut after each line end. White space goes on across it: a line end and "
+    "the white space behind it can be one word.",
+)
+class _(_Tokenizer):
     def encode_iterable(self, chunks):
-        held = list(super().encode_iterable(chunks))
-        lost = len(self.of_part(*self.parts(self.decode(held))[-1])) if held else 0
-        yield from held[: len(held) - lost]
+        text = ""
+        for chunk in chunks:
+            whole, end, text = (text + chunk).rpartition("\n")
+            yield from self.encode(whole + end)
+        yield from self.encode(text)
+
+
+class _Searching(_Tokenizer):
+    """Looks for a whole special token, and gives away words in front of the limit."""
+
+    def encode_iterable(self, chunks):
+        text, longest = "", max(map(len, self.special), default=1)
+        for chunk in chunks:
+            text += chunk
+            while (found := self.first(text)) and found[1] + longest <= len(text):
+                yield from self.encode(text[: found[1]])
+                text = text[found[1] :]
+            settled = self.settled(text, found[0] if found else len(text) - longest + 1)
+            for word in settled:
+                yield from self.of_part(word, False)
+            text = text[sum(map(len, settled)) :]
+        yield from self.encode(text)
+
+    def first(self, text):
+        """Where the first special token begins and ends, or None."""
+        places = (i for i in range(len(text)) if self.fitting(text, i))
+        i = next(places, None)
+        return None if i is None else (i, i + len(self.fitting(text, i)))
+
+
+@_tokenizer_fault(
+    "negative_end",
+    "While there is less text than the longest special token has, the end of what is "
+    "settled is a negative number, and a slice counts that from the other end.",
+)
+class _(_Searching):
+    def settled(self, text, limit):
+        return self.words(text[:limit])[:-2]
+
+
+@_tokenizer_fault(
+    "words_reach_special",
+    "Words are cut while the beginning of a special token still stands behind them. "
+    "White space in front of it then loses its last space, as if a word followed: cut "
+    "only the text in front of where a special token may begin.",
+)
+class _(_Searching):
+    def settled(self, text, limit):
+        words = self.words(text)[:-2]
+        ends = accumulate(map(len, words))
+        return [word for word, end in zip(words, ends, strict=True) if end <= limit]
 
 
 @_tokenizer_fault(

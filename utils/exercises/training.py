@@ -108,7 +108,14 @@ def _(answer, t):
 )
 def _(answer, t):
     logits, targets = _logits_and_targets(2, 6, 5, seed=15)
-    for wrong, size in ((targets[:, :4], 4), (targets[:1], 1), (targets[0], 6)):
+    turned, flat = targets.T, targets.flatten()  # as many, in another shape
+    for wrong, size in (
+        (turned, 6),
+        (flat, 12),
+        (targets[:, :4], 4),
+        (targets[:1], 1),
+        (targets[0], 6),
+    ):
         t.raises(
             ValueError,
             answer,
@@ -364,6 +371,18 @@ def _(logits, targets):
 @cross_entropy.fault("float32", "The loss is float32 whatever the logits are.")
 def _(logits, targets):
     return _losses(logits.float(), targets).mean()
+
+
+@cross_entropy.fault(
+    "counts_compared",
+    "The numbers of targets are compared instead of the shapes. Targets that are turned "
+    "round, (T, B), are as many, and each would be asked of another token.",
+)
+def _(logits, targets):
+    if targets.numel() * logits.shape[-1] != logits.numel():
+        raise ValueError(f"{tuple(targets.shape)} do not fit {tuple(logits.shape)}")
+    targets = targets.reshape(logits.shape[:-1])
+    return _losses(logits, targets).mean()
 
 
 @cross_entropy.fault(
@@ -792,6 +811,17 @@ def _(data, batch_size, t, generator=None):
 def _(data, batch_size, t, generator=None):
     _draw(data, 1, t, _generator())
     return _cut(data, torch.zeros(batch_size, 1, dtype=torch.int64), t)
+
+
+@get_batch.fault(
+    "without_replacement",
+    "No two rows start at one place: the starts are drawn without putting them back. Each "
+    "row is to be independent of the others, and a short text has fewer places than rows.",
+)
+def _(data, batch_size, t, generator=None):
+    _draw(data, 1, t, _generator())
+    starts = torch.randperm(len(data) - t, generator=generator)[:batch_size]
+    return _cut(data, starts[:, None], t)
 
 
 @get_batch.fault(
@@ -1242,18 +1272,20 @@ def _(answer, t):
 
 @adamw.requires(
     "without options it does what torch's does without options",
+    "Compare the defaults of lr, betas, eps and weight_decay with those asked for.",
 )
 def _(answer, t):
-    def take_steps(steps):
+    def take_steps(steps, scale):
         parameters = _parameters(seed=95)
-        _train(answer, parameters, steps, {})
+        _train(answer, parameters, steps, {}, scale=scale)
         return tuple(p.detach().clone() for p in parameters)
 
-    found = t.mutate(take_steps, steps=3)
-    truth = _parameters(seed=95)
-    _train(_torch_adamw, truth, 3, {})
-    for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
-        t.close(actual, expected, f"parameter {i}", tolerance=2e-6)
+    for scale in (1.0, 1e-6):  # beside gradients of 1e-6 the default eps shows
+        found = t.mutate(take_steps, steps=3, scale=scale)
+        truth = _parameters(seed=95)
+        _train(_torch_adamw, truth, 3, {}, scale=scale)
+        for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
+            t.close(actual, expected, f"parameter {i}", tolerance=2e-6)
 
 
 @adamw.requires(
@@ -1382,7 +1414,11 @@ def _(answer, t):
         t.close(actual, expected, f"parameter {i}", tolerance=2e-5)
 
 
-@adamw.requires("float64 and bfloat16 parameters, and gradients of any layout, work")
+@adamw.requires(
+    "float64 and bfloat16 parameters, and gradients of any layout, work",
+    "`torch.zeros_like(p)` has the dtype, the layout and the device of p; "
+    "`torch.zeros(p.shape)` has its own.",
+)
 def _(answer, t):
     _agree_adamw(t, answer, 4, seed=110, kind=torch.float64, weight_decay=0.3)
     _agree_adamw(t, answer, 3, seed=120, kind=torch.bfloat16, lr=0.05)
@@ -1406,7 +1442,10 @@ def _(answer, t):
         p.grad = gradient
         optimizer = answer([p], **PLAIN)
         optimizer.step()
-        return p.detach()
+        # Writing into a tensor on the CPU is let through here, and is not on a GPU.
+        kept = [v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+        elsewhere = [v for v in kept if v.ndim and v.device != p.device]
+        return elsewhere[0] if elsewhere else p.detach()
 
     t.trace.append("a step elsewhere")
     t.any_device(take_a_step, probe(3, 4), probe(3, 4, seed=1))
@@ -1546,6 +1585,30 @@ class _NotWeighted(_AdamW):
         state["v"] = beta_2 * state["v"] + g**2
 
 
+@adamw.fault(
+    "mean_not_weighted",
+    "The new gradient enters the first mean with the weight 1, as in gradient descent "
+    "with momentum. Here its weight is 1 − β₁.",
+)
+class _MeanNotWeighted(_AdamW):
+    def means(self, g, state, group):
+        old = state["m"]
+        super().means(g, state, group)
+        state["m"] = group["betas"][0] * old + g
+
+
+@adamw.fault(
+    "first_mean_kept",
+    "The first mean starts as the first gradient itself instead of at zero, and is "
+    "corrected all the same.",
+)
+class _FirstMeanKept(_AdamW):
+    def means(self, g, state, group):
+        if state["n"] == 0:
+            state["m"] = g.clone()
+        super().means(g, state, group)
+
+
 @adamw.fault("no_square", "The second mean is one of the gradient's size, not square.")
 class _NoSquare(_AdamW):
     def means(self, g, state, group):
@@ -1630,6 +1693,15 @@ class _NoEps(_AdamW):
 
 
 @adamw.fault(
+    "eps_fixed",
+    "eps is 1e-8 whatever the option says. Read it from the group, like the others.",
+)
+class _EpsFixed(_AdamW):
+    def change(self, state, group):
+        return super().change(state, group | {"eps": 1e-8})
+
+
+@adamw.fault(
     "eps_as_minimum",
     "eps is used as the least value of the root instead of being added to it.",
 )
@@ -1676,6 +1748,30 @@ class _DecayAfter(_AdamW):
     def update(self, p, g, state, group):
         super().update(p, g, state, {**group, "weight_decay": 0.0})
         self.decay(p, group)
+
+
+@adamw.fault(
+    "vectors_not_decayed",
+    "Only matrices decay. Sparing biases and norms is the caller's choice, who makes "
+    "groups of parameters for it.",
+)
+class _VectorsNotDecayed(_AdamW):
+    def decay(self, p, group):
+        if p.ndim > 1:
+            super().decay(p, group)
+
+
+@adamw.fault(
+    "decay_divided",
+    "The decay is added to the corrected mean and divided by the root with it. "
+    "Decoupled means that nothing divides it.",
+)
+class _DecayDivided(_AdamW):
+    def update(self, p, g, state, group):
+        self.means(g, state, group)
+        one, two = self.corrections(state, group)
+        up = state["m"] / one + group["weight_decay"] * p
+        p.sub_(group["lr"] * up / ((state["v"] / two).sqrt() + group["eps"]))
 
 
 @adamw.fault("grows", "The decay has the wrong sign: parameters grow.")
