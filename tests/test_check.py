@@ -470,12 +470,13 @@ class TestNamingAMistake:
 
 
 class TestTrial:
-    def test_calls_aside_leave_no_trace(self):
+    def test_an_unfinished_trace_ends_nothing(self):
         trial = Trial(enough=lambda trace: len(trace) > 1)
         trial.call(abs, -1)
-        with trial.aside():
+        with trial.unfinished():
             for _ in range(3):
                 trial.call(abs, -2)
+            del trial.trace[1:]
         trial.call(abs, -3)
         assert trial.trace == [1, 3]
         with pytest.raises(LeftEarly):

@@ -337,7 +337,8 @@ def _matches(task, fault, requirement, trial, must_fail) -> bool:
             n_same += 1
         return False
 
-    theirs, problem = _fault_trial(task, fault, requirement, differs)
+    early = None if trial.retold else differs
+    theirs, problem = _fault_trial(task, fault, requirement, early)
     if must_fail and problem is None:
         return False
     if len(theirs.trace) < len(trial.trace) or not trial.trace:

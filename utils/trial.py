@@ -85,6 +85,7 @@ class Trial:
     called: str = ""
     # Asked about the trace before each call: is the rest of no interest?
     enough: Callable[[list], bool] | None = None
+    retold: bool = False
 
     # Calling ---------------------------------------------------------------
 
@@ -129,14 +130,17 @@ class Trial:
         return result
 
     @contextmanager
-    def aside(self):
-        """Calls inside leave no trace, and tell no mistake from another."""
-        kept, enough = list(self.trace), self.enough
-        self.enough = None
+    def unfinished(self):
+        """Inside, the trace may still be taken back: nothing is concluded from it."""
+        enough, self.enough = self.enough, None
         try:
             yield
         finally:
-            self.trace[:], self.enough = kept, enough
+            self.enough = enough
+
+    def retell(self, *entries):
+        """Take back the whole trace: these entries alone tell the mistake."""
+        self.trace[:], self.retold = entries, True
 
     # Requirements of values ------------------------------------------------
 
@@ -348,9 +352,13 @@ class Trial:
         Then here, with account kept of what would lie on the CPU (`Elsewhere`), which
         finds copies to the CPU too. A mistake shows without a GPU.
         """
-        with self.aside():
-            self._on_meta(f, args, kwargs)
-            self._elsewhere(f, args, kwargs)
+        n_before = len(self.trace)
+        try:
+            with self.unfinished():
+                self._on_meta(f, args, kwargs)
+                self._elsewhere(f, args, kwargs)
+        finally:
+            del self.trace[n_before:]
 
     def _on_meta(self, f, args, kwargs):
         try:

@@ -1,8 +1,8 @@
 """Triton's interpreter, made as strict as a GPU.
 
-The interpreter takes pointers for addresses in this process: one outside its tensor ends
-Python, or reads and overwrites what belongs to others. And it multiplies float32 exactly
-where a GPU, unless told otherwise, rounds it to TF32.
+The interpreter takes pointers for addresses in this process: one outside its tensor
+ends Python, or reads and overwrites what belongs to others. And it multiplies float32
+exactly where a GPU, unless told otherwise, rounds it to TF32.
 """
 
 import sys

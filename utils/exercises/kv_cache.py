@@ -455,20 +455,21 @@ def _(answer, t):
 def whole_numbers_refused(t, f, *args):
     """`f` refuses dtypes that are not floating-point; which it lets in says little."""
     problem, outcomes, before = None, [], len(t.trace)
-    for dtype in (torch.int64, torch.uint8, torch.bool, torch.int8, torch.int32):
-        name = str(dtype)[6:]
-        try:
-            because = f"dtype {dtype}"
-            refuses(t, f, *args, dtype=dtype, mentions=(name,), because=because)
-        except Unmet as unmet:
-            if problem is None:
-                problem, called = unmet, t.called
-        outcomes.append(t.trace[-1])
-    if problem is not None:
-        t.called = called
-        del t.trace[before:]
-        t.trace.append(outcomes[0] if len(set(outcomes)) == 1 else "some refused")
-        raise problem
+    with t.unfinished():
+        for dtype in (torch.int64, torch.uint8, torch.bool, torch.int8, torch.int32):
+            name = str(dtype)[6:]
+            try:
+                because = f"dtype {dtype}"
+                refuses(t, f, *args, dtype=dtype, mentions=(name,), because=because)
+            except Unmet as unmet:
+                if problem is None:
+                    problem, called = unmet, t.called
+            outcomes.append(t.trace[-1])
+        if problem is not None:
+            t.called = called
+            del t.trace[before:]
+            t.trace.append(outcomes[0] if len(set(outcomes)) == 1 else "some refused")
+            raise problem
 
 
 def small_sizes_refused(answer, t):

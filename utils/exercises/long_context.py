@@ -1362,12 +1362,13 @@ def causally(answer):
 def averages(t, run, n=4):
     """Weights sum to 1, however small they are: nothing is added to the divisor."""
     recorded, found = len(t.trace), []
-    for low, dtype in ((0, torch.float32), (8, torch.float32), (20, torch.float64)):
-        q, k, v = heads(t_q=n, t_k=n, seed=17, dtype=dtype)
-        found.append(t.call(run, q - low, k - low, torch.ones_like(v)))
-    if not all(isinstance(x, torch.Tensor) and x.shape == v.shape for x in found):
-        return
-    del t.trace[recorded:]  # what is added may be of any size: the mistake is one
+    with t.unfinished():
+        for low, dtype in ((0, torch.float32), (8, torch.float32), (20, torch.float64)):
+            q, k, v = heads(t_q=n, t_k=n, seed=17, dtype=dtype)
+            found.append(t.call(run, q - low, k - low, torch.ones_like(v)))
+        if not all(isinstance(x, torch.Tensor) and x.shape == v.shape for x in found):
+            return
+        del t.trace[recorded:]  # what is added may be of any size: the mistake is one
     usual, *small = (x.detach().double() for x in found)
     least = min(x.min().item() for x in small)
     t.true(
@@ -1392,10 +1393,11 @@ def forgets_nothing(t, run):
     """No key counts the less the farther it lies back."""
     recorded, n = len(t.trace), 4
     q, k, _ = heads(t_q=n, t_k=n, seed=5)
-    weights = t.call(run, q, k, torch.eye(n))
-    if not isinstance(weights, torch.Tensor) or weights.shape != (n, n):
-        return
-    del t.trace[recorded:]  # whatever is left of it: the mistake is one
+    with t.unfinished():
+        weights = t.call(run, q, k, torch.eye(n))
+        if not isinstance(weights, torch.Tensor) or weights.shape != (n, n):
+            return
+        del t.trace[recorded:]  # whatever is left of it: the mistake is one
     ratio = weights.detach().double() / (slow_features(q) @ slow_features(k).mT)
     left = ratio.diagonal(-1) / ratio.diagonal()[1:]
     farther = ratio.diagonal(-2) / ratio.diagonal(-1)[1:]
@@ -1967,8 +1969,9 @@ def nothing_forgotten(old, new, found, what, i):
 )
 def _(answer, t):
     recorded = len(t.trace)
-    steps(answer, t, *heads(t_q=1, t_k=1))  # does it return what is asked for?
-    del t.trace[recorded:]
+    with t.unfinished():
+        steps(answer, t, *heads(t_q=1, t_k=1))  # does it return what is asked for?
+        del t.trace[recorded:]
     averages(t, in_turn(answer), 1)
     compare_steps(answer, t, *heads(t_q=1, t_k=1))
     compare_steps(answer, t, *heads(t_q=1, t_k=1, d=2, d_v=4, seed=1))

@@ -1704,9 +1704,11 @@ def starts_anew(t, answer):
     """
     first_id = 3 * (next(ANEW) % 1000)
     ids, results = probe_ids(10, 1, below=3, seed=20) + first_id, []
-    with t.aside(), suppress(Crashed):
+    before = len(t.trace)
+    with t.unfinished(), suppress(Crashed):
         for _ in range(2):
             results.append(t._run(answer, (ids.clone(), first_id + 3, 2), {}))
+    del t.trace[before:]
     if len(results) == 2 and all(isinstance(r, torch.Tensor) for r in results):
         same = torch.equal(*results)
         t.trace.append(same)
