@@ -1151,6 +1151,15 @@ def test_settings_that_do_not_reach_sample_are_named():
         fails(drawing(token), "generate_cached", name)
 
 
+def test_a_cache_on_another_device_than_the_model_is_named():
+    def generate_cached_(model, ids, n_tokens, *settings, **named):
+        if ids.is_meta:
+            raise ValueError("keys on meta, and I am on cpu")
+        return generate_cached(model, ids, n_tokens, *settings, **named)
+
+    fails(generate_cached_, "generate_cached", "cache_on_the_cpu")
+
+
 def test_other_defaults_of_generation_are_named():
     right = generate_cached
 
