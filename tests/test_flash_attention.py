@@ -1604,6 +1604,46 @@ def test_products_are_rounded_as_on_a_gpu(precision, digits):
     assert torch.equal(out, torch.ldexp(expected, exponent))
 
 
+WRONG_KERNELS = [  # lines of the reference, and the mistake that is named
+    ("infinite_rescaling", ("exp2(maximum - new)", "exp2(new - maximum)")),
+    ("maximum_not_updated", ("                    maximum = new\n", "")),
+    ("last_blocks_maximum", ("maximum(maximum, tl.max(scores, 1))", "max(scores, 1)")),
+    ("sum_not_rescaled", ("total = total * shrink +", "total = total +")),
+    ("output_not_rescaled", ("output *= shrink[:, None]", "output *= 1.0")),
+    ("output_overwritten", ("dot(weights, v, output,", "dot(weights, v,")),
+    ("keys_of_the_first_block", ("k_at + left * k_t", "k_at")),
+    ("values_of_the_first_block", ("v_at + left * v_t", "v_at")),
+    ("values_with_strides_of_keys", ("v_d = v_strides", "v_d = k_strides")),
+    ("missing_keys_score_zero", ('seen, scores, float("-inf"))', "seen, scores, 0.0)")),
+    ("own_position_hidden", ("left + keys <= (t_k", "left + keys < (t_k")),
+    ("loop_ends_too_early", ("minimum(first + Q, t_k)", "minimum(first + 1, t_k)")),
+    (
+        "maximum_not_converted",
+        ("(maximum + tl.log2(total)) * 0.6931471805599453", "maximum + tl.log(total)"),
+    ),
+    ("divided_by_d_head", ("/ math.sqrt(d_head)", "/ d_head")),
+    ("scores_in_tf32", ('tl.dot(q, k, input_precision="ieee")', "tl.dot(q, k)")),
+    (None, ("tl.sum(weights, 1)", "tl.max(weights, 1)")),
+    (None, ("* scale  # Q K", "* scale * 1.001  # Q K")),
+    (None, ("tl.log2(total)", "tl.log2(total + 0.001)")),
+    (None, ("range(whole if MASKED else 0,", "range(whole if MASKED else K,")),
+    (
+        None,
+        (
+            'input_precision="ieee") * scale',
+            'input_precision="ieee").to(q.dtype).to(tl.float32) * scale',
+        ),
+    ),
+]
+
+
+@needs_triton
+@needs_interpreter
+@pytest.mark.parametrize(("fault", "change"), WRONG_KERNELS)
+def test_a_changed_line_of_the_kernel_is_noticed(fault, change):
+    fails(changed("flash_kernel", change), "flash_kernel", fault)
+
+
 UNWRITTEN = {
     "grid_without_batches": ("n_batch * n_heads)](", "n_heads)]("),
     "output_of_the_first_batch": ("+ b * o_b", ""),

@@ -2543,7 +2543,7 @@ def _(answer, t):
     "Maximum, sum and output are float32 in the kernel, whatever comes in.",
 )
 def _(answer, t):
-    q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=16, seed=60, dtype=torch.float16)
+    q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=32, seed=60, dtype=torch.float16)
     from_kernel(t, answer, q, k, v, True, 32, 32)
     # Beside a large sum small values are lost, and the last ones take it away again.
     q, k, v = heads(1, 1, t_q=5, t_k=150, d_head=16, seed=65, dtype=torch.float16)
@@ -2698,14 +2698,14 @@ def launched(
     grid=lambda blocks, batches, heads: (blocks, batches * heads),
     strides=lambda *tensors: [x.stride() for x in tensors],
     scale=lambda d, t_k: math.log2(math.e) / math.sqrt(d),
-    out_dtype=None,
+    like=lambda q: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     lse_dtype=torch.float32,
     refuses=("dtypes", "sizes"),
     finish=lambda out, lse: (out, lse),
 ):
     """The kernel with `changes`, as an answer; the rest is wrong in its launch.
 
-    out_dtype, lse_dtype: what the results are allocated in; None for that of `q`.
+    like: what allocates the output. lse_dtype: that of the log-sum-exp, None for q's.
     """
 
     def flash_kernel(q, k, v, causal=False, block_q=None, block_k=None):
@@ -2722,7 +2722,7 @@ def launched(
             raise ValueError(f"no {q.dtype}")
         if n_heads != k.shape[1]:
             k, v = (x.expand(-1, n_heads, -1, -1) for x in (k, v))
-        out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+        out = like(q)
         lse = torch.empty(q.shape[:3], dtype=lse_dtype or q.dtype, device=q.device)
         kernel_with(*changes)[grid(triton.cdiv(t_q, n), n_batch, n_heads)](
             *(q, k, v, out, lse),
@@ -2795,7 +2795,7 @@ for name, sentence, answer in (
         "float32_returned",
         "The output is float32 whatever came in. Allocate it in the dtype of q, and "
         "convert before the store.",
-        launched(out_dtype=torch.float32),
+        launched(like=lambda q: torch.empty_like(q, dtype=torch.float32)),
     ),
     (
         "lse_in_half_precision",
@@ -2887,7 +2887,8 @@ for name, sentence, answer in (
         "Strides are computed from sizes, as if q, k and v were contiguous. Ask the "
         "tensors: `x.stride()`.",
         launched(
-            strides=lambda *tensors: [torch.empty(x.shape).stride() for x in tensors]
+            like=torch.empty_like,
+            strides=lambda *tensors: [torch.empty(x.shape).stride() for x in tensors],
         ),
     ),
     (
@@ -3039,6 +3040,18 @@ for name, sentence, answer in (
         launched(("t_k - t_q + top + Q", "t_k - t_q + top + 1")),
     ),
     (
+        "loop_end_without_offset",
+        "The mask is right, and the loop ends as if the queries were the first of the "
+        "positions: with fewer queries than keys, the last row stands T_k − T_q later.",
+        launched(("t_k - t_q + top + Q", "top + Q")),
+    ),
+    (
+        "diagonal_block_dropped",
+        "The loop ends before the block's own positions. The last query sees itself: "
+        "end after it.",
+        launched(("t_k - t_q + top + Q", "t_k - t_q + top")),
+    ),
+    (
         "hidden_blocks_computed",
         "Under a causal mask every block is computed, also those that no query of the "
         "block sees. End the loop after the last query's position.",
@@ -3169,6 +3182,15 @@ for name, sentence, answer in (
         "exp2_taken_for_exp",
         "2ˣ is taken where eˣ is meant: `tl.exp2` needs the scores multiplied by log₂ e.",
         launched(scale=lambda d, t_k: 1 / math.sqrt(d)),
+    ),
+    (
+        "exp2_alone",
+        "`tl.exp2` stands where `tl.exp` stood, and nothing else has changed: 2ˣ needs "
+        "the scores multiplied by log₂ e, and the log-sum-exp by ln 2.",
+        launched(
+            ("(m + tl.log2(total)) * 0.6931471805599453", "m + tl.log(total)"),
+            scale=lambda d, t_k: 1 / math.sqrt(d),
+        ),
     ),
     (
         "exp_taken_for_exp2",
