@@ -521,6 +521,10 @@ class TestTrial:
         assert alike(wrong, wrong.clone(), truth)
         assert not alike(wrong, torch.tensor([1.00005]), truth)
         assert not alike(wrong, wrong.double(), truth)
+        infinite = torch.tensor([torch.inf, 1.0])
+        assert alike(infinite, infinite.clone())
+        assert not alike(infinite, -infinite)
+        assert not alike(infinite, torch.ones(2))
 
 
 PROBE_IDS = [48, 58, 96, 14, 8]

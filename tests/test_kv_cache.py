@@ -419,7 +419,8 @@ def mask_by_loop(t_q, t_k, padding=None):
     if t_q > t_k:
         raise ValueError(f"{t_q}, {t_k}")
     rows = [0] if padding is None else padding
-    masks = [causal_mask(t_q, t_k).clone() for _ in rows]
+    device = None if padding is None else padding.device
+    masks = [causal_mask(t_q, t_k).to(device) for _ in rows]
     for mask, pad in zip(masks, rows, strict=True):
         mask[:, :pad] = False
     return torch.stack(masks).unsqueeze(1)

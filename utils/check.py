@@ -207,7 +207,7 @@ def _run(task, candidate) -> Report:
         else:
             fault = None
             if not isinstance(problem, TimeUp):
-                fault = _recognise(task, candidate, requirement, trial)
+                fault = _recognise(task, candidate, requirement, trial, problem)
             return _failed(task, requirement, trial, problem, fault, verified)
     lines = [f"  ✓ {sentence}" for sentence in verified]
     return Report(task.name, "passed", None, f"{task.name}: right", lines, verified)
@@ -264,7 +264,7 @@ def reference_errors() -> dict[str, list[list[float]]]:
     }
 
 
-def _recognise(task, candidate, requirement, trial):
+def _recognise(task, candidate, requirement, trial, problem):
     """The fault that gives what the candidate gave, or None.
 
     Where several do under the requirement that failed, those that meet the earlier
@@ -276,7 +276,11 @@ def _recognise(task, candidate, requirement, trial):
         errors = _reference_trial(task, requirement).errors
         return _attempt(requirement, candidate, task.seconds, errors, seed)
 
-    matching = [f for f in task.faults if _matches(task, f, requirement, trial, True)]
+    matching = [
+        fault
+        for fault in task.faults
+        if _matches(task, fault, requirement, trial, problem)
+    ]
     at = task.requirements.index(requirement)
     earlier, later = task.requirements[:at], task.requirements[at + 1 :]
     if len(matching) > 1:
@@ -289,10 +293,10 @@ def _recognise(task, candidate, requirement, trial):
     for other in later:
         if len(matching) <= 1:
             break
-        theirs, problem = attempt(other)
-        if isinstance(problem, TimeUp):
+        theirs, ended = attempt(other)
+        if isinstance(ended, TimeUp):
             break
-        narrowed = [f for f in matching if _matches(task, f, other, theirs, False)]
+        narrowed = [f for f in matching if _matches(task, f, other, theirs)]
         matching = narrowed or matching
     if matching:
         return matching[0]
@@ -323,8 +327,11 @@ RANDOM = Fault(
 )
 
 
-def _matches(task, fault, requirement, trial, must_fail) -> bool:
-    """Does the fault's code give the same results as those in `trial`?"""
+def _matches(task, fault, requirement, trial, problem=None) -> bool:
+    """Does the fault's code give the same results as those in `trial`?
+
+    problem: what went wrong for the candidate, if it must go wrong here.
+    """
     truth = _reference_trial(task, requirement).trace
     truth = [*truth, *[None] * len(trial.trace)]
     n_same = 0  # a trace only grows, so that its entries are compared once
@@ -338,12 +345,21 @@ def _matches(task, fault, requirement, trial, must_fail) -> bool:
         return False
 
     early = None if trial.retold else differs
-    theirs, problem = _fault_trial(task, fault, requirement, early)
-    if must_fail and problem is None:
+    theirs, their_problem = _fault_trial(task, fault, requirement, early)
+    if not trial.trace or len(theirs.trace) < len(trial.trace):
         return False
-    if len(theirs.trace) < len(trial.trace) or not trial.trace:
-        return False
+    if problem is not None:
+        if their_problem is None:
+            return False
+        # An error in the backward pass leaves no trace, and may come later there.
+        late = len(theirs.trace) > len(trial.trace)
+        if late and _error_type(their_problem) is not _error_type(problem):
+            return False
     return not differs(theirs.trace)
+
+
+def _error_type(problem):
+    return type(problem.error) if isinstance(problem, Crashed) else problem
 
 
 _fault_trials = {}
