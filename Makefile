@@ -19,7 +19,7 @@ lab: $(VENV)/.lab
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. notebooks/00_start.ipynb
 
 test: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadgroup --nbval
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile --nbval
 
 test-browser: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -p no:nbval -p no:xdist -m browser -rs tests/test_browser.py

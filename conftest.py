@@ -1,17 +1,26 @@
-"""Which tests share a worker, with `--dist loadgroup`."""
+"""Which tests share a worker of pytest-xdist, with `--dist loadfile`."""
 
 import pytest
 
 from utils import course
 
+EXERCISES = "tests/test_exercises.py"
 
-def pytest_collection_modifyitems(config, items):
-    """A file's tests stay together; those of the exercises go by lesson."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        group = item.nodeid.partition("::")[0]
-        if group == "tests/test_exercises.py":
-            lesson = course.lesson_of(item.callspec.params["name"])
-            group = lesson.slug if lesson else "joints"
-        item.add_marker(pytest.mark.xdist_group(group))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files stay together, and of the exercises, by far the most, each lesson."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByLesson(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file, _, test = nodeid.partition("::")
+            if file != EXERCISES:
+                return super()._split_scope(nodeid)
+            name = test.partition("[")[2].rstrip("]").partition("-")[0]
+            lesson = course.lesson_of(name)
+            return f"{file}::{lesson.slug if lesson else 'joints'}"
+
+    if config.getvalue("dist") == "loadfile":
+        return ByLesson(config, log)
+    return None

@@ -151,7 +151,7 @@ def test_ci_keeps_the_browser_s_screenshots():
 
 
 def test_windows_runs_what_the_readme_says():
-    command = "-m pytest -n auto --dist loadgroup --nbval"
+    command = "-m pytest -n auto --dist loadfile --nbval"
     assert command in steps("ci")["Test, without make"]["run"]
     assert command in read("README.md")
     assert command in read("Makefile")
