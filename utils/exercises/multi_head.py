@@ -1576,7 +1576,7 @@ class _(Plain):
 @wrong(
     "given_d_head_refused",
     "A d_model that is not divisible is refused although `d_head` is given. With d_head "
-    "given, nothing needs to be divisible.",
+    "given, d_model may be any number.",
 )
 class _(Plain):
     def refuse(self, d_model, n_heads, n_kv_heads, d_head):
