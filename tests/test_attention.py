@@ -828,6 +828,25 @@ def test_common_mistakes_in_the_layer_are_named():
         self.w_q = new(d_model, d_head)
         nn.Module.__init__(self)
 
+    def looking(look):
+        class SelfAttention(reference.SelfAttention):
+            def forward(self, x, mask=None):
+                return look(self.w_q(x), self.w_k(x), self.w_v(x), mask)
+
+        return SelfAttention
+
+    def by_length(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=q.size(1) ** -0.5)
+
+    def if_mask(q, k, v, mask):
+        return reference.attention(q, k, v, mask if mask else None)
+
+    def weights(q, k, v, mask):
+        return reference.attention_weights(q, k, mask)
+
+    fails(looking(by_length), "SelfAttention", "root_of_the_length")
+    fails(looking(if_mask), "SelfAttention", "mask_taken_for_a_truth_value")
+    fails(looking(weights), "SelfAttention", "weights_returned")
     fails(layer(one_for_all), "SelfAttention", "one_projection_for_all")
     fails(layer(in_a_dict), "SelfAttention", "no_parameters")
     fails(layer(too_early), "SelfAttention", "not_initialised")

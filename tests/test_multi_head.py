@@ -656,6 +656,56 @@ def copied(module):
         module.w_v.weight.copy_(module.w_k.weight)
 
 
+def looking(look):
+    """A module with another attention."""
+
+    class Looks(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            q = split_heads(self.w_q(x), self.n_heads)
+            k = split_heads(self.w_k(x), self.n_kv_heads)
+            v = split_heads(self.w_v(x), self.n_kv_heads)
+            if rotate is not None:
+                q, k = rotate(q), rotate(k)
+            group = self.n_heads // self.n_kv_heads
+            out = look(q, repeat_kv(k, group), repeat_kv(v, group), mask)
+            return self.w_o(merge_heads(out))
+
+    return Looks
+
+
+def nan_replaced_late(q, k, v, mask):
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out.masked_fill(out.isnan(), 0)
+
+
+def by_length(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=q.size(2) ** -0.5)
+
+
+@pytest.mark.parametrize(
+    ("look", "fault"),
+    [
+        (nan_replaced_late, "nan_in_the_gradient"),
+        (by_length, "scaled_by_the_length"),
+        (lambda q, k, v, m: attention(q, k, v, m) / q.size(-1) ** 0.5, "output_scaled"),
+        (
+            lambda q, k, v, m: attention(q, k, v, m) if m else attention(q, k, v),
+            "mask_taken_for_a_truth_value",
+        ),
+    ],
+)
+def test_wrong_looks_are_named(look, fault):
+    report = fails(looking(look), "MultiHeadAttention")
+    assert report.fault == fault, report.message
+
+
+def test_attention_of_torch_in_the_module_passes():
+    passes(looking(F.scaled_dot_product_attention), "MultiHeadAttention")
+
+
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [

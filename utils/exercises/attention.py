@@ -1668,6 +1668,14 @@ spoiled(
     ),
 )
 spoiled(
+    "root_of_the_length",
+    "The scores are divided by the root of the number of positions. They sum over the "
+    "d_head numbers of queries and keys, so it is d_head that counts.",
+    attend=lambda self, q, k, v, mask: (
+        masked_softmax(scores_of(q, k, math.sqrt(q.shape[-2])), mask) @ v
+    ),
+)
+spoiled(
     "no_scaling",
     "The scores are not divided by the root of d_head.",
     attend=lambda self, q, k, v, mask: masked_softmax(scores_of(q, k, 1), mask) @ v,
@@ -1708,6 +1716,19 @@ spoiled(
     "caller's choice.",
     attend=lambda self, q, k, v, mask: (
         masked_softmax(scores_of(q, k), slow_causal(q.shape[-2], k.shape[-2])) @ v
+    ),
+)
+spoiled(
+    "weights_returned",
+    "These are the attention weights. The values have yet to be averaged by them.",
+    attend=lambda self, q, k, v, mask: masked_softmax(scores_of(q, k), mask),
+)
+spoiled(
+    "mask_taken_for_a_truth_value",
+    "`if mask` asks whether the whole tensor is true, which a tensor of several values "
+    "does not know. Ask whether there is a mask: `if mask is not None`.",
+    attend=lambda self, q, k, v, mask: (
+        masked_softmax(scores_of(q, k), mask if mask else None) @ v
     ),
 )
 spoiled(

@@ -597,7 +597,8 @@ def _(answer, t):
 
 @multi_head.requires(
     "one head agrees with torch.nn.MultiheadAttention",
-    "With one head nothing is split. Check the order: project, look, project back.",
+    "With one head nothing is split. Check the order: project, look, project back. Only "
+    "the scores are divided, by the root of d_head.",
 )
 def _(answer, t):
     weights = weights_for(6, 1, 1, 6)
@@ -746,8 +747,9 @@ def _(answer, t):
 
 
 @multi_head.requires(
-    "gradients reach the input and every weight",
-    "Which weight plays no part in the result, or is cut off from it?",
+    "gradients reach the input and every weight, and stay finite where all is hidden",
+    "Which weight plays no part in the result, or is cut off from it? A NaN that is "
+    "replaced after the average of the values still reaches them through the gradient.",
 )
 def _(answer, t):
     weights = weights_for(10, 4, 2, 3, seed=100)
@@ -770,6 +772,8 @@ def _(answer, t):
 
     for name, actual, wanted in zip(names, t.call(gradients, x), expected, strict=True):
         t.close(actual, wanted, f"the gradient of `{name}`")
+    blind = torch.arange(5) < torch.tensor([0, 3]).view(2, 1, 1, 1)  # B 1 1 T
+    t.gradients_agree(module, lambda x, m: head_by_head(x, weights, 4, 2, m), x, blind)
 
 
 @multi_head.requires(
@@ -1084,6 +1088,26 @@ class _(Plain):
 class _(Plain):
     def scale(self):
         return 1 / self.d_head
+
+
+@wrong(
+    "scaled_by_the_length",
+    "The scores are divided by the root of the number of positions. They sum over the "
+    "d_head numbers of queries and keys, so it is d_head that counts.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        return super().look(q * math.sqrt(self.d_head / q.shape[-2]), k, v, mask)
+
+
+@wrong(
+    "output_scaled",
+    "The results of the heads are divided by the root of d_head. `attention` has divided "
+    "the scores already, and an average of values needs no scale.",
+)
+class _(Plain):
+    def merge(self, x):
+        return side_by_side(x) * self.scale()
 
 
 @wrong("not_scaled", "The scores are not divided by √d_head.")
@@ -1402,6 +1426,31 @@ class _(Plain):
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         return torch.softmax(scores, -1) @ v
+
+
+@wrong(
+    "nan_in_the_gradient",
+    "The result is right, but the gradient is NaN: the weights of a query that may look "
+    "at nothing are NaN, and only the output is put in order. The values get their "
+    "gradient through the weights, so overwrite those.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        if mask is None:
+            return super().look(q, k, v, mask)
+        scores = q @ k.transpose(-2, -1) * self.scale()
+        weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1)
+        return (weights @ v).nan_to_num(0.0)
+
+
+@wrong(
+    "mask_taken_for_a_truth_value",
+    "`if mask` asks whether the whole tensor is true, which a tensor of several values "
+    "does not know. Ask whether there is a mask: `if mask is not None`.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        return super().look(q, k, v, mask if mask else None)
 
 
 @wrong(
@@ -1990,6 +2039,16 @@ joint.fault(
     {
         "split_heads": lambda x, n_heads: x.unflatten(-1, (n_heads, -1)),
         "merge_heads": lambda x: x.flatten(2),
+    },
+)
+joint.fault(
+    "reshaped_both_ways",
+    "split_heads and merge_heads agree with each other on reading memory straight in "
+    "the final shape, so one undoes the other. But a head gets some tokens whole then, "
+    "instead of a part of each.",
+    {
+        "split_heads": lambda x, n_heads: x.reshape(len(x), n_heads, x.shape[1], -1),
+        "merge_heads": lambda x: x.reshape(len(x), x.shape[2], -1),
     },
 )
 joint.fault(
