@@ -797,7 +797,18 @@ def test_common_mistakes_in_attention_are_named():
     def softmax_twice(q, k, v, mask=None):
         return F.softmax(right(q, k, mask), dim=-1) @ v
 
-    for wrong in (keys_averaged, output_scaled, softmax_twice):
+    def nan_replaced_in_the_output(q, k, v, mask=None):
+        found = scaled(q, k)
+        found = found if mask is None else torch.where(mask, found, -torch.inf)
+        out = found.softmax(-1) @ v
+        return out.masked_fill(out.isnan(), 0)
+
+    for wrong in (
+        keys_averaged,
+        output_scaled,
+        softmax_twice,
+        nan_replaced_in_the_output,
+    ):
         fails(wrong, "attention", wrong.__name__)
 
 
@@ -844,6 +855,18 @@ def test_common_mistakes_in_the_layer_are_named():
     def weights(q, k, v, mask):
         return reference.attention_weights(q, k, mask)
 
+    class InTraining(reference.SelfAttention):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask if self.training else None)
+
+    class FillsIn(reference.SelfAttention):
+        def forward(self, x, mask=None):
+            if mask is None:
+                mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+            return super().forward(x, mask)
+
+    fails(InTraining, "SelfAttention", "mask_left_out_in_eval")
+    fails(FillsIn, "SelfAttention")
     fails(looking(by_length), "SelfAttention", "root_of_the_length")
     fails(looking(if_mask), "SelfAttention", "mask_taken_for_a_truth_value")
     fails(looking(weights), "SelfAttention", "weights_returned")

@@ -762,6 +762,33 @@ def test_a_module_not_initialised_is_named():
     assert fails(Early, "MultiHeadAttention").fault == "not_initialised"
 
 
+def test_mask_left_out_in_eval_is_named():
+    class InTraining(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            return super().forward(x, mask if self.training else None, rotate)
+
+    report = fails(InTraining, "MultiHeadAttention")
+    assert report.fault == "mask_left_out_in_eval", report.message
+
+
+def test_rotation_left_out_in_eval_fails():
+    class InTraining(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            return super().forward(x, mask, rotate if self.training else None)
+
+    fails(InTraining, "MultiHeadAttention")
+
+
+def test_mask_of_its_own_on_the_cpu_fails():
+    class FillsIn(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            if mask is None:
+                mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+            return super().forward(x, mask, rotate)
+
+    fails(FillsIn, "MultiHeadAttention")
+
+
 def test_mask_kept_from_the_first_call_is_named():
     class Keeps(MultiHeadAttention):
         def forward(self, x, mask=None, rotate=None):

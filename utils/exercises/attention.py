@@ -907,6 +907,19 @@ def _(q, k, v, mask=None):
 
 
 @attend.fault(
+    "nan_replaced_in_the_output",
+    "The result is right, but the gradient of v is NaN: the weights of a query that may "
+    "look at nothing are NaN, and only the output is put in order. Overwrite the "
+    "weights.",
+)
+def _(q, k, v, mask=None):
+    scores = scores_of(q, k)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (torch.softmax(scores, -1) @ v).nan_to_num(0.0)
+
+
+@attend.fault(
     "softmax_twice",
     "Softmax is taken of weights that have been through it already, and they come out "
     "nearly equal. `attention_weights` gives what multiplies the values.",
@@ -1438,13 +1451,14 @@ def _(answer, t):
 
 @layer.requires(
     "other lengths and batch sizes, other dtypes, eval() and a second call work too",
-    "Nothing about one call may be kept for the next.",
+    "Nothing about one call may be kept for the next, and eval() changes nothing here.",
 )
 def _(answer, t):
     module, known = built(answer, t, seed=80)
     layer_agrees(t, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
     layer_agrees(t, module, known, probe(3, 7, 6, seed=75), slow_causal(7, 7))
     module.eval()
+    layer_agrees(t, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
     x = probe(1, 2, 6, seed=76)
     layer_agrees(t, module, known, x)
     layer_agrees(t, module, known, x)
@@ -1504,6 +1518,7 @@ def _(answer, t):
 @layer.requires("it creates nothing on another device")
 def _(answer, t):
     module, _ = built(answer, t)
+    t.any_device(module, probe(2, 5, 6))
     t.any_device(module, probe(2, 5, 6), slow_causal(5, 5))
 
 
@@ -1803,6 +1818,16 @@ class _(Head):
     def attend(self, q, k, v, mask):
         weights = masked_softmax(scores_of(q, k), mask)
         return F.dropout(weights, 0.5, self.training) @ v
+
+
+@layer.fault(
+    "mask_left_out_in_eval",
+    "In eval() the mask is left out. It says who may look at whom in training and after "
+    "it alike.",
+)
+class _(Head):
+    def attend(self, q, k, v, mask):
+        return super().attend(q, k, v, mask if self.training else None)
 
 
 @layer.fault(

@@ -720,12 +720,14 @@ def _(answer, t):
     weights = weights_for(12, 3, 3, 4, seed=80)
     module = loaded(answer, t, weights, 12, 3)
 
-    def oracle(x):
-        return head_by_head(x, weights, 3, 3)
+    def oracle(x, mask=None, rotate=None):
+        return head_by_head(x, weights, 3, 3, mask, rotate)
 
     t.agrees(module, oracle, probe(2, 5, 12, seed=10))
     t.agrees(module, oracle, probe(3, 4, 12, seed=11))
     t.agrees(module.eval(), oracle, probe(2, 5, 12, seed=10))
+    t.agrees(module, oracle, probe(2, 5, 12, seed=10), causal(5))
+    t.agrees(module, oracle, probe(2, 5, 12, seed=10), rotate=turn)
 
 
 @multi_head.requires("float64, half precision and memory that is not contiguous work")
@@ -814,10 +816,11 @@ def _(answer, t):
 def _(answer, t):
     module = loaded(answer, t, weights_for(10, 4, 2, 4), 10, 4, 2, 4)
 
-    def run(module, x, mask):
+    def run(module, x, mask=None):
         return module(x, mask, turn)
 
     t.any_device(run, module, probe(2, 5, 10), causal(5))
+    t.any_device(run, module, probe(2, 5, 10))
 
 
 @multi_head.requires(
@@ -1558,6 +1561,16 @@ class _(Plain):
             mask = None
         self.before = (k.detach(), v.detach())
         return super().look(q, k, v, mask)
+
+
+@wrong(
+    "mask_left_out_in_eval",
+    "In eval() the mask is left out. It says who may look at whom in training and after "
+    "it alike.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        return super().look(q, k, v, mask if self.training else None)
 
 
 @wrong(
