@@ -696,9 +696,68 @@ def weights_inverted_once(q, k, mask=None):
     return scores.masked_fill(mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
 
 
+def weights_by(scores, before=None, after=None):
+    """Weights of these scores; `before` and `after` change mask and scores, weights."""
+
+    def attention_weights(q, k, mask=None):
+        found = scores(q, k)
+        if mask is None:
+            return F.softmax(found, dim=-1)
+        mask, found = (before or (lambda m, s: (m, s)))(mask, found)
+        found = F.softmax(found.masked_fill(mask.logical_not(), -torch.inf), dim=-1)
+        return torch.where(after(mask) if after else mask, found, 0)
+
+    return attention_weights
+
+
+def scaled(q, k):
+    return torch.einsum("...qd,...kd->...qk", q, k) * q.shape[-1] ** -0.5
+
+
+weights_of_reshaped_keys = weights_by(
+    lambda q, k: q @ k.reshape(*q.shape[:-2], q.shape[-1], -1) / q.size(-1) ** 0.5
+)
+weights_by_bmm = weights_by(lambda q, k: torch.bmm(q * q.size(-1) ** -0.5, k.mT))
+weights_by_length = weights_by(lambda q, k: q @ k.mT * q.shape[-2] ** -0.5)
+weights_by_cosine = weights_by(
+    lambda q, k: F.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
+)
+weights_of_everything = weights_by(
+    scaled, lambda m, s: (torch.where(m.any(-1, keepdim=True), m, True), s)
+)
+
+
+def weights_causal_anyway(q, k, mask=None):
+    if mask is None:
+        rows, columns = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+        mask = columns <= rows[:, None]
+    return reference.attention_weights(q, k, mask)
+
+
+def weights_if_mask(q, k, mask=None):
+    found = scaled(q, k)
+    if mask:
+        found = found.masked_fill(~mask, -torch.inf)
+    return found.softmax(-1)
+
+
+def weights_of_zeroed_scores(q, k, mask=None):
+    if mask is None:
+        return scaled(q, k).softmax(-1)
+    return (scaled(q, k) * mask).softmax(-1) * mask
+
+
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
+        (weights_of_reshaped_keys, "keys_reshaped"),
+        (weights_by_bmm, "three_dimensions_only"),
+        (weights_by_length, "root_of_the_number_of_queries"),
+        (weights_by_cosine, "cosine"),
+        (weights_of_everything, "mask_lifted_where_all_is_hidden"),
+        (weights_causal_anyway, "always_causal"),
+        (weights_if_mask, "mask_taken_for_a_truth_value"),
+        (weights_of_zeroed_scores, "hidden_scores_zero_then_hidden"),
         (weights_in_place, "overwritten_in_place"),
         (weights_of_none, "none_taken_for_a_mask"),
         (weights_not_turned, "keys_not_turned"),
@@ -717,6 +776,135 @@ def test_root_taken_twice_is_named_in_attention():
     report = evaluate(attention, "attention")
     assert report.fault == "divided_by_d_head"
     assert "by the root twice" in report.message
+
+
+def test_an_integer_root_is_not_named_after_the_length():
+    wrong = weights_by(lambda q, k: q @ k.mT / math.isqrt(q.shape[-1]))
+    report = evaluate(wrong, "attention_weights")
+    assert report.status == "failed"
+    assert report.fault is None, report.message
+
+
+def test_common_mistakes_in_attention_are_named():
+    right = reference.attention_weights
+
+    def keys_averaged(q, k, v, mask=None):
+        return torch.einsum("...qk,...kd->...qd", right(q, k, mask), k)
+
+    def output_scaled(q, k, v, mask=None):
+        return right(q, k, mask) / q.shape[-1] ** 0.5 @ v
+
+    def softmax_twice(q, k, v, mask=None):
+        return F.softmax(right(q, k, mask), dim=-1) @ v
+
+    def nan_replaced_in_the_output(q, k, v, mask=None):
+        found = scaled(q, k)
+        found = found if mask is None else torch.where(mask, found, -torch.inf)
+        out = found.softmax(-1) @ v
+        return out.masked_fill(out.isnan(), 0)
+
+    for wrong in (
+        keys_averaged,
+        output_scaled,
+        softmax_twice,
+        nan_replaced_in_the_output,
+    ):
+        fails(wrong, "attention", wrong.__name__)
+
+
+def test_common_mistakes_in_the_layer_are_named():
+    def layer(prepare):
+        class SelfAttention(nn.Module):
+            def __init__(self, d_model, d_head):
+                prepare(self, d_model, d_head)
+
+            def forward(self, x, mask=None):
+                return reference.attention(*(w(x) for w in self.layers), mask)
+
+        return SelfAttention
+
+    def new(d_model, d_head):
+        return nn.Linear(d_model, d_head, bias=False)
+
+    def one_for_all(self, d_model, d_head):
+        nn.Module.__init__(self)
+        self.w_q = new(d_model, d_head)
+        self.w_k, self.w_v = self.w_q, self.w_q
+
+    def in_a_dict(self, d_model, d_head):
+        nn.Module.__init__(self)
+        self.layers = {n: new(d_model, d_head) for n in ("w_q", "w_k", "w_v")}
+
+    def too_early(self, d_model, d_head):
+        self.w_q = new(d_model, d_head)
+        nn.Module.__init__(self)
+
+    def looking(look):
+        class SelfAttention(reference.SelfAttention):
+            def forward(self, x, mask=None):
+                return look(self.w_q(x), self.w_k(x), self.w_v(x), mask)
+
+        return SelfAttention
+
+    def by_length(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=q.size(1) ** -0.5)
+
+    def if_mask(q, k, v, mask):
+        return reference.attention(q, k, v, mask if mask else None)
+
+    def weights(q, k, v, mask):
+        return reference.attention_weights(q, k, mask)
+
+    class InTraining(reference.SelfAttention):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask if self.training else None)
+
+    class FillsIn(reference.SelfAttention):
+        def forward(self, x, mask=None):
+            if mask is None:
+                mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+            return super().forward(x, mask)
+
+    fails(InTraining, "SelfAttention", "mask_left_out_in_eval")
+    fails(FillsIn, "SelfAttention")
+    fails(looking(by_length), "SelfAttention", "root_of_the_length")
+    fails(looking(if_mask), "SelfAttention", "mask_taken_for_a_truth_value")
+    fails(looking(weights), "SelfAttention", "weights_returned")
+    fails(layer(one_for_all), "SelfAttention", "one_projection_for_all")
+    fails(layer(in_a_dict), "SelfAttention", "no_parameters")
+    fails(layer(too_early), "SelfAttention", "not_initialised")
+
+
+def test_masks_of_a_greatest_size_fail():
+    square = torch.ones(2048, 2048, dtype=torch.bool).tril()
+    positions = torch.arange(2048)
+
+    def causal_mask(t_q, t_k=None):
+        t_k = t_q if t_k is None else t_k
+        if t_q > t_k:
+            raise ValueError(f"{t_q} queries, {t_k} keys")
+        return square[t_k - t_q : t_k, :t_k]
+
+    def padding_mask(lengths, t_k):
+        row = positions[:t_k].to(lengths.device)
+        return (row < lengths[:, None])[:, None, None]
+
+    fails(causal_mask, "causal_mask")
+    fails(padding_mask, "padding_mask")
+
+
+def test_common_mistakes_in_the_masks_are_named():
+    def open_rectangle(t_q, t_k=None):
+        if t_k is None or t_k == t_q:
+            return reference.causal_mask(t_q)
+        return reference.causal_mask(t_q, t_k) | True
+
+    def queries_too(lengths, t_k):
+        real = reference.padding_mask(lengths, t_k)
+        return real & real.mT
+
+    fails(open_rectangle, "causal_mask", "rectangle_open")
+    fails(queries_too, "padding_mask", "queries_hidden_too")
 
 
 def test_no_keys_are_not_taken_for_missing():

@@ -609,6 +609,208 @@ def test_number_of_heads_taken_for_the_group_size_is_named(name):
     assert report.fault == f"repeated_{name}_times"
 
 
+def changed(split=split_heads, merge=merge_heads, prepare=None):
+    """A module with other functions for the heads, or other first weights."""
+
+    class Changed(MultiHeadAttention):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if prepare is not None:
+                prepare(self)
+
+        def forward(self, x, mask=None, rotate=None):
+            q = split(self.w_q(x), self.n_heads)
+            k = split(self.w_k(x), self.n_kv_heads)
+            v = split(self.w_v(x), self.n_kv_heads)
+            if rotate is not None:
+                q, k = rotate(q), rotate(k)
+            group = self.n_heads // self.n_kv_heads
+            k, v = repeat_kv(k, group), repeat_kv(v, group)
+            return self.w_o(merge(attention(q, k, v, mask)))
+
+    return Changed
+
+
+def straight(x, n_heads):
+    return x.contiguous().view(len(x), n_heads, x.shape[1], x.shape[2] // n_heads)
+
+
+def straight_back(x):
+    return x.contiguous().view(len(x), x.shape[2], x.shape[1] * x.shape[3])
+
+
+def dealt(x, n_heads):
+    return torch.stack([x[..., h::n_heads] for h in range(n_heads)], dim=1)
+
+
+def collected(x):
+    return torch.stack(x.unbind(1), dim=-1).flatten(2)
+
+
+def zeroed(module):
+    module.load_state_dict({n: 0 * w for n, w in module.state_dict().items()})
+
+
+def copied(module):
+    with torch.no_grad():
+        module.w_v.weight.copy_(module.w_k.weight)
+
+
+def looking(look):
+    """A module with another attention."""
+
+    class Looks(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            q = split_heads(self.w_q(x), self.n_heads)
+            k = split_heads(self.w_k(x), self.n_kv_heads)
+            v = split_heads(self.w_v(x), self.n_kv_heads)
+            if rotate is not None:
+                q, k = rotate(q), rotate(k)
+            group = self.n_heads // self.n_kv_heads
+            out = look(q, repeat_kv(k, group), repeat_kv(v, group), mask)
+            return self.w_o(merge_heads(out))
+
+    return Looks
+
+
+def nan_replaced_late(q, k, v, mask):
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out.masked_fill(out.isnan(), 0)
+
+
+def by_length(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=q.size(2) ** -0.5)
+
+
+@pytest.mark.parametrize(
+    ("look", "fault"),
+    [
+        (nan_replaced_late, "nan_in_the_gradient"),
+        (by_length, "scaled_by_the_length"),
+        (lambda q, k, v, m: attention(q, k, v, m) / q.size(-1) ** 0.5, "output_scaled"),
+        (
+            lambda q, k, v, m: attention(q, k, v, m) if m else attention(q, k, v),
+            "mask_taken_for_a_truth_value",
+        ),
+    ],
+)
+def test_wrong_looks_are_named(look, fault):
+    report = fails(looking(look), "MultiHeadAttention")
+    assert report.fault == fault, report.message
+
+
+def test_attention_of_torch_in_the_module_passes():
+    passes(looking(F.scaled_dot_product_attention), "MultiHeadAttention")
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (changed(straight, straight_back), "reshaped_both_ways"),
+        (changed(merge=collected), "merged_interleaved"),
+        (changed(dealt, collected), "interleaved_both_ways"),
+        (changed(prepare=zeroed), "zero_weights"),
+        (changed(prepare=copied), "equal_weights"),
+    ],
+)
+def test_wrong_heads_and_weights_are_named(answer, fault):
+    report = fails(answer, "MultiHeadAttention")
+    assert report.fault == fault, report.message
+
+
+def test_first_weights_may_differ_from_those_of_linear():
+    def small(module):
+        for p in module.parameters():
+            nn.init.normal_(p, std=0.02)
+        nn.init.zeros_(module.w_o.weight)
+
+    passes(changed(prepare=small), "MultiHeadAttention")
+
+
+def test_numbers_taken_for_others_are_named():
+    class Groups(MultiHeadAttention):
+        def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
+            super().__init__(d_model, n_heads, n_heads // (n_kv_heads or 1), d_head)
+
+    class OneByDefault(MultiHeadAttention):
+        def __init__(self, d_model, n_heads, n_kv_heads=1, d_head=None):
+            super().__init__(d_model, n_heads, n_kv_heads, d_head)
+
+    class WrongWay(MultiHeadAttention):
+        def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
+            if n_kv_heads and n_kv_heads % n_heads:
+                raise ValueError(f"{n_kv_heads} heads do not fit {n_heads}")
+            super().__init__(d_model, n_heads, n_kv_heads, d_head)
+
+    def fault(answer):
+        return fails(answer, "MultiHeadAttention").fault
+
+    assert fault(Groups) == "group_size_for_kv_heads"
+    assert fault(OneByDefault) is None
+    assert fault(WrongWay) == "divided_the_wrong_way_round"
+
+
+def test_a_module_not_initialised_is_named():
+    class Early(nn.Module):
+        def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
+            self.w_q = nn.Linear(d_model, d_model, bias=False)
+            super().__init__()
+
+    assert fails(Early, "MultiHeadAttention").fault == "not_initialised"
+
+
+def test_mask_left_out_in_eval_is_named():
+    class InTraining(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            return super().forward(x, mask if self.training else None, rotate)
+
+    report = fails(InTraining, "MultiHeadAttention")
+    assert report.fault == "mask_left_out_in_eval", report.message
+
+
+def test_rotation_left_out_in_eval_fails():
+    class InTraining(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            return super().forward(x, mask, rotate if self.training else None)
+
+    fails(InTraining, "MultiHeadAttention")
+
+
+def test_mask_of_its_own_on_the_cpu_fails():
+    class FillsIn(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            if mask is None:
+                mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+            return super().forward(x, mask, rotate)
+
+    fails(FillsIn, "MultiHeadAttention")
+
+
+def test_mask_kept_from_the_first_call_is_named():
+    class Keeps(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            if not hasattr(self, "mask"):
+                self.mask = mask
+            return super().forward(x, self.mask, rotate)
+
+    report = fails(Keeps, "MultiHeadAttention")
+    assert report.fault == "mask_of_the_first_call", report.message
+
+
+def test_rotation_of_rows_and_heads_as_one_batch_fails():
+    class Flattened(MultiHeadAttention):
+        def forward(self, x, mask=None, rotate=None):
+            def flat(x):
+                return rotate(x.flatten(0, 1)[None])[0].view_as(x)
+
+            return super().forward(x, mask, None if rotate is None else flat)
+
+    fails(Flattened, "MultiHeadAttention")
+
+
 def test_given_d_head_refused_is_named_in_any_words():
     class Refuses(MultiHeadAttention):
         def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):

@@ -116,7 +116,7 @@ def roughly(t, answer, oracle, *args, tolerance):
     "`mask` when nobody hands one in?",
 )
 def _(answer, t):
-    t.agrees(answer, slow_weights, *queries_and_keys(t_q=4, t_k=5, d_head=7))
+    t.agrees(answer, slow_weights, *queries_and_keys(t_q=3, t_k=5, d_head=7))
     t.agrees(answer, slow_weights, *queries_and_keys(t_q=5, t_k=2, d_head=3, seed=2))
     t.agrees(answer, slow_weights, *queries_and_keys(t_q=1, t_k=3, d_head=64, seed=4))
 
@@ -189,8 +189,9 @@ def _(answer, t):
 
 @weights.requires(
     "the gradients are right, and finite for a query that may look at nothing too",
-    "A NaN that is replaced after the softmax can still come back through the gradient. "
-    "Which operation lets no gradient through to what it overwrites?",
+    "A gradient of zeros: is there a `detach()` or a `torch.no_grad()`? NaN: one that is "
+    "replaced after the softmax can still come back through the gradient. Which "
+    "operation lets no gradient through to what it overwrites?",
 )
 def _(answer, t):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
@@ -242,7 +243,7 @@ def values(*lead, t_k, d_v, seed=50, dtype=torch.float32):
     "those of the exercise before, and `mask` may be None.",
 )
 def _(answer, t):
-    q, k = queries_and_keys(t_q=4, t_k=5, d_head=7)
+    q, k = queries_and_keys(t_q=3, t_k=5, d_head=7)
     t.agrees(answer, F.scaled_dot_product_attention, q, k, values(t_k=5, d_v=3))
     q, k = queries_and_keys(t_q=5, t_k=2, d_head=3, seed=2)
     t.agrees(answer, F.scaled_dot_product_attention, q, k, values(t_k=2, d_v=6))
@@ -318,7 +319,8 @@ def _(answer, t):
 @attend.requires(
     "the gradients of q, k and v are right, and finite for a query that may look at "
     "nothing too",
-    "A NaN that is replaced after the softmax can still come back through the gradient.",
+    "A gradient of zeros: is there a `detach()` or a `torch.no_grad()`? NaN: one that is "
+    "replaced after the softmax can still come back through the gradient.",
 )
 def _(answer, t):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
@@ -486,6 +488,27 @@ def _(q, k, mask=None):
 
 
 @wrong_weights(
+    "keys_reshaped",
+    "The keys get the shape `(d_head, T_k)` by a reshape. That reads the same numbers "
+    "in the same order, so each column holds pieces of several keys: dimensions have "
+    "to be exchanged.",
+)
+def _(q, k, mask=None):
+    turned = k.reshape(*k.shape[:-2], k.shape[-1], k.shape[-2])
+    return masked_softmax(q @ turned / math.sqrt(q.shape[-1]), mask)
+
+
+@wrong_weights(
+    "three_dimensions_only",
+    "`torch.bmm` takes exactly three dimensions. There may be two, three or four here; "
+    "`@` takes any number and treats those in front as a batch.",
+)
+def _(q, k, mask=None):
+    scores = torch.bmm(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1])
+    return masked_softmax(scores, mask)
+
+
+@wrong_weights(
     "dimensions_from_the_front",
     "The dimensions to exchange are counted from the front. There may be two, three or "
     "four; the last two have fixed numbers only when counted from the end.",
@@ -595,6 +618,25 @@ def _(q, k, mask=None):
 
 
 @wrong_weights(
+    "root_of_the_number_of_queries",
+    "The divisor is the root of the number of queries. Each score sums over the d_head "
+    "numbers of a vector: that is the last dimension of q, counted from the end.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(scores_of(q, k, math.sqrt(q.shape[-2])), mask)
+
+
+@wrong_weights(
+    "cosine",
+    "The vectors are brought to length 1 first, so no score is larger than 1 and no "
+    "look-up can be sharp. A score is the plain product q·k over the root of d_head.",
+)
+def _(q, k, mask=None):
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    return masked_softmax(scores_of(q, k, 1), mask)
+
+
+@wrong_weights(
     "scaled_after_softmax",
     "The weights are divided by the root of d_head after the softmax, so they no "
     "longer sum to 1, and large scores have saturated it already.",
@@ -679,6 +721,26 @@ def _(q, k, mask=None):
     return F.dropout(masked_softmax(scores_of(q, k), mask), 0.1)
 
 
+@wrong_weights(
+    "always_causal",
+    "Later keys are hidden although no mask was given. Without a mask every query may "
+    "look at every key; which mask applies is the caller's choice.",
+)
+def _(q, k, mask=None):
+    if mask is None:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    return masked_softmax(scores_of(q, k), mask)
+
+
+@wrong_weights(
+    "mask_taken_for_a_truth_value",
+    "`if mask` asks whether the whole tensor is true, which a tensor of several values "
+    "does not know. Ask whether there is a mask: `if mask is not None`.",
+)
+def _(q, k, mask=None):
+    return masked_softmax(scores_of(q, k), mask if mask else None)
+
+
 @wrong_weights("mask_ignored", "The mask has no effect.")
 def _(q, k, mask=None):
     return masked_softmax(scores_of(q, k))
@@ -737,6 +799,29 @@ def _(q, k, mask=None):
 def _(q, k, mask=None):
     scores = scores_of(q, k)
     return torch.softmax(scores if mask is None else scores * mask, -1)
+
+
+@wrong_weights(
+    "hidden_scores_zero_then_hidden",
+    "A hidden key gets the score 0, and its weight is set to 0 after the softmax. By "
+    "then it has taken its share, which is missing from the others.",
+)
+def _(q, k, mask=None):
+    scores = scores_of(q, k)
+    if mask is None:
+        return torch.softmax(scores, -1)
+    return torch.softmax(scores.masked_fill(~mask, 0), -1).masked_fill(~mask, 0)
+
+
+@wrong_weights(
+    "mask_lifted_where_all_is_hidden",
+    "A query that may look at nothing is allowed to look at everything. There is no "
+    "NaN then, but it gets what was hidden from it; it should get zeros.",
+)
+def _(q, k, mask=None):
+    if mask is not None:
+        mask = mask | ~mask.any(-1, keepdim=True)
+    return masked_softmax(scores_of(q, k), mask)
 
 
 @wrong_weights(
@@ -805,6 +890,45 @@ def _(q, k, v, mask=None):
 
 
 @attend.fault(
+    "keys_averaged",
+    "The keys are averaged. They say where to look; what is handed over are the values.",
+)
+def _(q, k, v, mask=None):
+    return masked_softmax(scores_of(q, k), mask) @ k
+
+
+@attend.fault(
+    "output_scaled",
+    "The output is divided by the root of d_head as well. The scores have been, and an "
+    "average of the values needs no scale.",
+)
+def _(q, k, v, mask=None):
+    return masked_softmax(scores_of(q, k), mask) @ v / math.sqrt(q.shape[-1])
+
+
+@attend.fault(
+    "nan_replaced_in_the_output",
+    "The result is right, but the gradient of v is NaN: the weights of a query that may "
+    "look at nothing are NaN, and only the output is put in order. Overwrite the "
+    "weights.",
+)
+def _(q, k, v, mask=None):
+    scores = scores_of(q, k)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (torch.softmax(scores, -1) @ v).nan_to_num(0.0)
+
+
+@attend.fault(
+    "softmax_twice",
+    "Softmax is taken of weights that have been through it already, and they come out "
+    "nearly equal. `attention_weights` gives what multiplies the values.",
+)
+def _(q, k, v, mask=None):
+    return torch.softmax(masked_softmax(scores_of(q, k), mask), -1) @ v
+
+
+@attend.fault(
     "two_results",
     "It returns the output and the weights. Return the output alone.",
 )
@@ -848,9 +972,17 @@ def _(answer, t):
     "The last query sees every key, however many queries there are.",
 )
 def _(answer, t):
-    for t_q, t_k in ((2, 5), (4, 7), (1, 6), (6, 7)):
+    for t_q, t_k in ((4, 7), (2, 5), (1, 6), (6, 7)):
         t.equal(t.call(answer, t_q, t_k), slow_causal(t_q, t_k), "the mask")
     t.equal(t.call(answer, 3, t_k=3), slow_causal(3, 3), "the mask")
+
+
+@causal.requires(
+    "any length works, 2,100 keys too",
+    "Is a size written into your code? Make the mask for the numbers that come in.",
+)
+def _(answer, t):
+    t.equal(t.call(answer, 3, 2100), slow_causal(3, 2100), "the mask")
 
 
 @causal.requires(
@@ -934,6 +1066,16 @@ def _(t_q, t_k):
 @ordered
 def _(t_q, t_k):
     return full(t_q, t_k).triu(t_k - t_q + 1)
+
+
+@causal.fault(
+    "rectangle_open",
+    "With fewer queries than keys nothing is hidden. Only the last query sees every "
+    "key; those before it have later positions among the keys.",
+)
+@ordered
+def _(t_q, t_k):
+    return full(t_q, t_k).tril() if t_q == t_k else full(t_q, t_k)
 
 
 @causal.fault("everything_allowed", "Nothing is hidden: every query sees the future.")
@@ -1066,9 +1208,14 @@ def _(answer, t):
     t.equal(t.call(answer, pair, 4), slow_padding(pair, 4), "the mask")
 
 
-@padding.requires("a row of length 0 and a batch of one row work, at any `t_k`")
+@padding.requires(
+    "a row of length 0 and a batch of one row work, at any `t_k`",
+    "Does it count on a row that is not empty, on several rows, or on some greatest "
+    "`t_k`?",
+)
 def _(answer, t):
-    for lengths, t_k in (([0, 4, 7, 2], 7), ([2, 3], 6), ([4], 4), ([0], 3), ([1], 1)):
+    sizes = ([0, 4, 7, 2], 7), ([2, 3], 6), ([4], 4), ([0], 3), ([1], 1), ([3], 2100)
+    for lengths, t_k in sizes:
         lengths = torch.tensor(lengths)
         t.equal(t.call(answer, lengths, t_k), slow_padding(lengths, t_k), "the mask")
     lengths = torch.tensor([2, 3], dtype=torch.int32)
@@ -1152,6 +1299,16 @@ def _(lengths, t_k):
 )
 def _(lengths, t_k):
     return (torch.arange(t_k) < lengths[:, None])[:, None, :, None]
+
+
+@padding.fault(
+    "queries_hidden_too",
+    "The rows of padding are hidden as well, as queries. Hide keys only: what comes out "
+    "of padding is ignored later, and the mask stays one row for all queries.",
+)
+def _(lengths, t_k):
+    real = torch.arange(t_k, device=lengths.device) < lengths[:, None]
+    return (real[:, :, None] & real[:, None])[:, None]
 
 
 @padding.fault(
@@ -1255,7 +1412,9 @@ def layer_agrees(t, module, known, x, mask=None, by_name=False):
 
 @layer.requires(
     "it has three linear layers w_q, w_k and w_v from d_model to d_head, without bias",
-    "`nn.Linear` adds a bias unless told otherwise.",
+    "`super().__init__()` first, then three layers of their own, each an attribute of "
+    "`self`. `nn.Linear` takes the width that comes in, then the width that goes out, "
+    "and adds a bias unless told otherwise.",
 )
 def _(answer, t):
     for d_model, d_head in ((6, 4), (3, 5)):
@@ -1292,13 +1451,14 @@ def _(answer, t):
 
 @layer.requires(
     "other lengths and batch sizes, other dtypes, eval() and a second call work too",
-    "Nothing about one call may be kept for the next.",
+    "Nothing about one call may be kept for the next, and eval() changes nothing here.",
 )
 def _(answer, t):
     module, known = built(answer, t, seed=80)
     layer_agrees(t, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
     layer_agrees(t, module, known, probe(3, 7, 6, seed=75), slow_causal(7, 7))
     module.eval()
+    layer_agrees(t, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
     x = probe(1, 2, 6, seed=76)
     layer_agrees(t, module, known, x)
     layer_agrees(t, module, known, x)
@@ -1358,6 +1518,7 @@ def _(answer, t):
 @layer.requires("it creates nothing on another device")
 def _(answer, t):
     module, _ = built(answer, t)
+    t.any_device(module, probe(2, 5, 6))
     t.any_device(module, probe(2, 5, 6), slow_causal(5, 5))
 
 
@@ -1414,9 +1575,44 @@ class _(Head):
 
 
 @layer.fault(
+    "one_projection_for_all",
+    "Queries, keys and values go through one and the same layer. They need a matrix "
+    "each: three times `nn.Linear(…)`, not one under three names.",
+)
+class _(Head):
+    def __init__(self, d_model, d_head):
+        super().__init__(d_model, d_head)
+        self.w_k = self.w_v = self.w_q
+
+
+@layer.fault(
+    "no_parameters",
+    "The module has no parameters, so an optimizer finds nothing to train. Each layer "
+    "has to be an attribute of its own, `self.w_q = …`, made in `__init__`: layers in a "
+    "list or a dict, or made in `forward`, are not found.",
+)
+class _(Head):
+    def __init__(self, d_model, d_head):
+        super().__init__(d_model, d_head)
+        self.layers = [self.w_q, self.w_k, self.w_v]
+        del self.w_q, self.w_k, self.w_v
+
+
+@layer.fault(
+    "not_initialised",
+    "A layer is assigned before `super().__init__()` has been called. Call it first: it "
+    "prepares what layers are registered in.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, d_head):
+        self.w_q = nn.Linear(d_model, d_head, bias=False)
+
+
+@layer.fault(
     "widths_exchanged",
-    "The layers lead from d_head to d_model. It is the other way round: `nn.Linear` "
-    "takes the width that comes in first.",
+    "The weights lie on their side. `nn.Linear` takes the width that comes in first, "
+    "d_model, then d_head; a matrix of your own in `nn.Parameter` has the shape that "
+    "`nn.Linear` stores, `(d_head, d_model)`.",
 )
 class _(Head):
     def __init__(self, d_model, d_head):
@@ -1487,6 +1683,14 @@ spoiled(
     ),
 )
 spoiled(
+    "root_of_the_length",
+    "The scores are divided by the root of the number of positions. They sum over the "
+    "d_head numbers of queries and keys, so it is d_head that counts.",
+    attend=lambda self, q, k, v, mask: (
+        masked_softmax(scores_of(q, k, math.sqrt(q.shape[-2])), mask) @ v
+    ),
+)
+spoiled(
     "no_scaling",
     "The scores are not divided by the root of d_head.",
     attend=lambda self, q, k, v, mask: masked_softmax(scores_of(q, k, 1), mask) @ v,
@@ -1527,6 +1731,19 @@ spoiled(
     "caller's choice.",
     attend=lambda self, q, k, v, mask: (
         masked_softmax(scores_of(q, k), slow_causal(q.shape[-2], k.shape[-2])) @ v
+    ),
+)
+spoiled(
+    "weights_returned",
+    "These are the attention weights. The values have yet to be averaged by them.",
+    attend=lambda self, q, k, v, mask: masked_softmax(scores_of(q, k), mask),
+)
+spoiled(
+    "mask_taken_for_a_truth_value",
+    "`if mask` asks whether the whole tensor is true, which a tensor of several values "
+    "does not know. Ask whether there is a mask: `if mask is not None`.",
+    attend=lambda self, q, k, v, mask: (
+        masked_softmax(scores_of(q, k), mask if mask else None) @ v
     ),
 )
 spoiled(
@@ -1601,6 +1818,16 @@ class _(Head):
     def attend(self, q, k, v, mask):
         weights = masked_softmax(scores_of(q, k), mask)
         return F.dropout(weights, 0.5, self.training) @ v
+
+
+@layer.fault(
+    "mask_left_out_in_eval",
+    "In eval() the mask is left out. It says who may look at whom in training and after "
+    "it alike.",
+)
+class _(Head):
+    def attend(self, q, k, v, mask):
+        return super().attend(q, k, v, mask if self.training else None)
 
 
 @layer.fault(

@@ -79,6 +79,12 @@ def turn(x):
     return x * torch.cos(0.5 * angle) + x.roll(1, -1) * torch.sin(0.5 * angle)
 
 
+def turn_by_row(x):
+    """As `turn`, and each row of the batch has a size of its own."""
+    size = torch.arange(1, len(x) + 1, device=x.device, dtype=x.dtype)
+    return turn(x) * size.view(-1, *[1] * (x.dim() - 1))
+
+
 # split_heads ---------------------------------------------------------------------------
 
 split = Exercise("split_heads", lesson="multi_head")
@@ -562,29 +568,28 @@ def loaded(answer, t, weights, *args, **kwargs):
     return module
 
 
-def accepted(answer, t, d_model, n_heads, **kwargs):
-    """What does not divide evenly is no error where d_head is given."""
+def accepted(answer, t, why, *args, **kwargs):
+    """These numbers are no error."""
     try:
-        t.call(answer, d_model, n_heads, **kwargs)
+        t.call(answer, *args, **kwargs)
     except Crashed as crash:
         if not isinstance(crash.error, (ValueError, AssertionError)):
             raise
         t.trace.pop()  # in which words it is refused does not matter
-        t.true(
-            False,
-            f"It refuses a d_model of {d_model} with {n_heads} heads although d_head is "
-            f"given: “{crash.error}”.",
-        )
+        t.true(False, f"It refuses {why}: “{crash.error}”.")
 
 
 @multi_head.requires(
     "it has the weights w_q, w_k, w_v and w_o without bias, of the right shapes",
-    "Queries are n_heads·d_head wide, keys and values n_kv_heads·d_head; w_o leads "
-    "back to d_model.",
+    "`super().__init__()` first. Queries are n_heads·d_head wide, keys and values "
+    "n_kv_heads·d_head; w_o leads back to d_model.",
 )
 def _(answer, t):
     loaded(answer, t, weights_for(12, 3, 3, 4), 12, 3)
-    accepted(answer, t, 10, 4, n_kv_heads=2, d_head=3)
+    given = "a d_model of 10 with 4 heads although d_head is given"
+    accepted(answer, t, given, 10, 4, d_head=3)
+    shared = "4 query heads on 2 key and value heads"
+    accepted(answer, t, shared, 8, 4, n_kv_heads=2)
     loaded(answer, t, weights_for(10, 4, 2, 3), 10, 4, 2, 3)
     loaded(answer, t, weights_for(10, 3, 3, 4), 10, 3, d_head=4)
     loaded(answer, t, weights_for(12, 6, 2, 2), d_model=12, n_heads=6, n_kv_heads=2)
@@ -592,7 +597,8 @@ def _(answer, t):
 
 @multi_head.requires(
     "one head agrees with torch.nn.MultiheadAttention",
-    "With one head nothing is split. Check the order: project, look, project back.",
+    "With one head nothing is split. Check the order: project, look, project back. Only "
+    "the scores are divided, by the root of d_head.",
 )
 def _(answer, t):
     weights = weights_for(6, 1, 1, 6)
@@ -703,6 +709,7 @@ def _(answer, t):
 
     t.agrees(module, oracle, probe(2, 5, 10, seed=8), rotate=turn)
     t.agrees(module, oracle, probe(2, 5, 10, seed=9), causal(5), turn)
+    t.agrees(module, oracle, probe(2, 5, 10, seed=8), rotate=turn_by_row)
 
 
 @multi_head.requires(
@@ -713,12 +720,14 @@ def _(answer, t):
     weights = weights_for(12, 3, 3, 4, seed=80)
     module = loaded(answer, t, weights, 12, 3)
 
-    def oracle(x):
-        return head_by_head(x, weights, 3, 3)
+    def oracle(x, mask=None, rotate=None):
+        return head_by_head(x, weights, 3, 3, mask, rotate)
 
     t.agrees(module, oracle, probe(2, 5, 12, seed=10))
     t.agrees(module, oracle, probe(3, 4, 12, seed=11))
     t.agrees(module.eval(), oracle, probe(2, 5, 12, seed=10))
+    t.agrees(module, oracle, probe(2, 5, 12, seed=10), causal(5))
+    t.agrees(module, oracle, probe(2, 5, 12, seed=10), rotate=turn)
 
 
 @multi_head.requires("float64, half precision and memory that is not contiguous work")
@@ -740,8 +749,9 @@ def _(answer, t):
 
 
 @multi_head.requires(
-    "gradients reach the input and every weight",
-    "Which weight plays no part in the result, or is cut off from it?",
+    "gradients reach the input and every weight, and stay finite where all is hidden",
+    "Which weight plays no part in the result, or is cut off from it? A NaN that is "
+    "replaced after the average of the values still reaches them through the gradient.",
 )
 def _(answer, t):
     weights = weights_for(10, 4, 2, 3, seed=100)
@@ -764,6 +774,8 @@ def _(answer, t):
 
     for name, actual, wanted in zip(names, t.call(gradients, x), expected, strict=True):
         t.close(actual, wanted, f"the gradient of `{name}`")
+    blind = torch.arange(5) < torch.tensor([0, 3]).view(2, 1, 1, 1)  # B 1 1 T
+    t.gradients_agree(module, lambda x, m: head_by_head(x, weights, 4, 2, m), x, blind)
 
 
 @multi_head.requires(
@@ -804,10 +816,30 @@ def _(answer, t):
 def _(answer, t):
     module = loaded(answer, t, weights_for(10, 4, 2, 4), 10, 4, 2, 4)
 
-    def run(module, x, mask):
+    def run(module, x, mask=None):
         return module(x, mask, turn)
 
     t.any_device(run, module, probe(2, 5, 10), causal(5))
+    t.any_device(run, module, probe(2, 5, 10))
+
+
+@multi_head.requires(
+    "a new module starts with random weights, different in each layer",
+    "`nn.Linear` does so by itself.",
+)
+def _(answer, t):
+    module = t.call(answer, 12, 3)
+    names = ("w_q", "w_k", "w_v")
+    found = dict(module.named_parameters())
+    new = [found.get(f"{n}.weight", found.get(n)).detach() for n in names]
+    for name, weight in zip(names, new, strict=True):
+        t.true(
+            weight.isfinite().all() and weight.std() > 1e-3,
+            f"The weights of `{name}` all start with the same value, so they would "
+            "learn the same.",
+        )
+    different = all(not torch.equal(a, b) for i, a in enumerate(new) for b in new[:i])
+    t.true(different, "Two of w_q, w_k and w_v start with the same weights.")
 
 
 class Plain(nn.Module):
@@ -962,6 +994,27 @@ class _(Plain):
 
 
 @wrong(
+    "not_initialised",
+    "A layer is assigned before `super().__init__()` has been called. Call it first: it "
+    "prepares what layers are registered in.",
+)
+class _(nn.Module):
+    def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
+        self.w_q = nn.Linear(d_model, d_model, bias=False)
+
+
+@wrong(
+    "group_size_for_kv_heads",
+    "`n_kv_heads` is taken for the size of a group. It is the number of key and value "
+    "heads; a group is n_heads // n_kv_heads query heads.",
+)
+class _(Plain):
+    def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
+        groups = n_heads if n_kv_heads is None else n_heads // n_kv_heads
+        super().__init__(d_model, n_heads, groups, d_head)
+
+
+@wrong(
     "weights_transposed",
     "The weights are stored one column an output. `nn.Linear` stores one row an output, "
     "and weights that later lessons load are in that form.",
@@ -1040,6 +1093,26 @@ class _(Plain):
         return 1 / self.d_head
 
 
+@wrong(
+    "scaled_by_the_length",
+    "The scores are divided by the root of the number of positions. They sum over the "
+    "d_head numbers of queries and keys, so it is d_head that counts.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        return super().look(q * math.sqrt(self.d_head / q.shape[-2]), k, v, mask)
+
+
+@wrong(
+    "output_scaled",
+    "The results of the heads are divided by the root of d_head. `attention` has divided "
+    "the scores already, and an average of values needs no scale.",
+)
+class _(Plain):
+    def merge(self, x):
+        return side_by_side(x) * self.scale()
+
+
 @wrong("not_scaled", "The scores are not divided by √d_head.")
 class _(Plain):
     def scale(self):
@@ -1078,6 +1151,20 @@ class _(Plain):
 
 
 @wrong(
+    "reshaped_both_ways",
+    "Split and merge each read memory in the final shape, without exchanging "
+    "dimensions. The shapes are right and the stream comes back, but a head gets some "
+    "tokens whole, instead of a part of each.",
+)
+class _(Plain):
+    def split(self, x, n_heads):
+        return x.reshape(x.shape[0], n_heads, x.shape[1], -1)
+
+    def merge(self, x):
+        return x.reshape(x.shape[0], x.shape[2], -1)
+
+
+@wrong(
     "heads_mixed_instead_of_tokens",
     "The heads stand behind the time, so attention mixes the heads of one token and no "
     "token ever sees another.",
@@ -1108,6 +1195,30 @@ class _(Plain):
 class _(Plain):
     def split(self, x, n_heads):
         return x.unflatten(-1, (-1, n_heads)).permute(0, 3, 1, 2)
+
+
+@wrong(
+    "merged_interleaved",
+    "The results of the heads are mixed column by column: the first column of each, "
+    "then the second. They lie side by side, head 0 first; w_o counts on it.",
+)
+class _(Plain):
+    def merge(self, x):
+        return x.permute(0, 2, 3, 1).flatten(2)
+
+
+@wrong(
+    "interleaved_both_ways",
+    "The columns are dealt out to the heads like cards and collected in the same way. "
+    "Trained from the start it would work; loaded weights count on a head being a run "
+    "of neighbouring columns.",
+)
+class _(Plain):
+    def split(self, x, n_heads):
+        return x.unflatten(-1, (-1, n_heads)).permute(0, 3, 1, 2)
+
+    def merge(self, x):
+        return x.permute(0, 2, 3, 1).flatten(2)
 
 
 @wrong(
@@ -1321,6 +1432,31 @@ class _(Plain):
 
 
 @wrong(
+    "nan_in_the_gradient",
+    "The result is right, but the gradient is NaN: the weights of a query that may look "
+    "at nothing are NaN, and only the output is put in order. The values get their "
+    "gradient through the weights, so overwrite those.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        if mask is None:
+            return super().look(q, k, v, mask)
+        scores = q @ k.transpose(-2, -1) * self.scale()
+        weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1)
+        return (weights @ v).nan_to_num(0.0)
+
+
+@wrong(
+    "mask_taken_for_a_truth_value",
+    "`if mask` asks whether the whole tensor is true, which a tensor of several values "
+    "does not know. Ask whether there is a mask: `if mask is not None`.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        return super().look(q, k, v, mask if mask else None)
+
+
+@wrong(
     "padding_is_an_average",
     "A query that may look at nothing gets the average of all values, hidden ones "
     "included: the softmax of equal large negative scores is uniform. It must get "
@@ -1428,6 +1564,28 @@ class _(Plain):
 
 
 @wrong(
+    "mask_left_out_in_eval",
+    "In eval() the mask is left out. It says who may look at whom in training and after "
+    "it alike.",
+)
+class _(Plain):
+    def look(self, q, k, v, mask):
+        return super().look(q, k, v, mask if self.training else None)
+
+
+@wrong(
+    "mask_of_the_first_call",
+    "The mask of the first call is kept and used again. Every call brings its own.",
+)
+class _(Plain):
+    kept = None
+
+    def look(self, q, k, v, mask):
+        self.kept = mask if self.kept is None else self.kept
+        return super().look(q, k, v, self.kept)
+
+
+@wrong(
     "dropout",
     "Some weights are dropped at random in training. This attention has no dropout.",
 )
@@ -1480,11 +1638,50 @@ class _(Plain):
 @wrong(
     "given_d_head_refused",
     "A d_model that is not divisible is refused although `d_head` is given. With d_head "
-    "given, nothing needs to be divisible.",
+    "given, d_model may be any number.",
 )
 class _(Plain):
     def refuse(self, d_model, n_heads, n_kv_heads, d_head):
         super().refuse(d_model, n_heads, n_kv_heads, None)
+
+
+@wrong(
+    "divided_the_wrong_way_round",
+    "The number of key and value heads is tested for being a multiple of the query "
+    "heads. It is the other way round: several query heads share one.",
+)
+class _(Plain):
+    def refuse(self, d_model, n_heads, n_kv_heads, d_head):
+        if d_head is None and d_model % n_heads:
+            raise ValueError(f"{d_model} {n_heads}")
+        if n_kv_heads % n_heads:
+            raise ValueError(f"{n_heads} {n_kv_heads}")
+
+
+@wrong(
+    "zero_weights",
+    "All weights start at zero. Then every score is 0, every value too, and no "
+    "gradient leads away from there.",
+)
+class _(Plain):
+    def make(self):
+        super().make()
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+
+@wrong(
+    "equal_weights",
+    "Layers start with one and the same matrix. Each needs random numbers of its own: "
+    "with equal queries and keys, for one, a position looks mostly at itself.",
+)
+class _(Plain):
+    def make(self):
+        super().make()
+        self.w_v.load_state_dict(self.w_k.state_dict())
+        if self.n_heads == self.n_kv_heads:
+            self.w_k.load_state_dict(self.w_q.state_dict())
+            self.w_v.load_state_dict(self.w_q.state_dict())
 
 
 @wrong(
@@ -1855,6 +2052,16 @@ joint.fault(
     {
         "split_heads": lambda x, n_heads: x.unflatten(-1, (n_heads, -1)),
         "merge_heads": lambda x: x.flatten(2),
+    },
+)
+joint.fault(
+    "reshaped_both_ways",
+    "split_heads and merge_heads agree with each other on reading memory straight in "
+    "the final shape, so one undoes the other. But a head gets some tokens whole then, "
+    "instead of a part of each.",
+    {
+        "split_heads": lambda x, n_heads: x.reshape(len(x), n_heads, x.shape[1], -1),
+        "merge_heads": lambda x: x.reshape(len(x), x.shape[2], -1),
     },
 )
 joint.fault(
