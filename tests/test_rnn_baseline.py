@@ -122,6 +122,14 @@ def cell_loop(x, h, w_x, w_h, b):
     return torch.stack(rows)
 
 
+def cell_addmm(x, h, w_x, w_h, b):
+    return torch.addmm(torch.addmm(b, h, w_h), x, w_x).tanh()
+
+
+def cell_columns(x, h, w_x, w_h, b):
+    return torch.tanh(w_x.T @ x.T + w_h.T @ h.T + b[:, None]).T
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -131,6 +139,9 @@ def cell_loop(x, h, w_x, w_h, b):
         cell_float64_inside,
         cell_elementwise,
         cell_loop,
+        cell_by_sigmoid,
+        cell_addmm,
+        cell_columns,
     ],
 )
 def test_other_right_cells(answer):
@@ -181,6 +192,14 @@ def rnn_by_sequence(x, h0, w_x, w_h, b):
     return torch.stack(rows)
 
 
+def rnn_joined_in_time(x, h0, w_x, w_h, b):
+    h, states = h0, []
+    for t in range(x.shape[1]):
+        h = torch.tanh(x[:, t] @ w_x + h @ w_h + b)
+        states.append(h)
+    return torch.cat(states, dim=1).view(len(x), x.shape[1], -1)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -189,6 +208,7 @@ def rnn_by_sequence(x, h0, w_x, w_h, b):
         rnn_time_first_inside,
         rnn_recursive,
         rnn_by_sequence,
+        rnn_joined_in_time,
     ],
 )
 def test_other_right_sequences(answer):
@@ -225,8 +245,31 @@ def lstm_unflatten(x, h, c, w_x, w_h, b):
     return o * c.tanh(), c
 
 
+def lstm_own_memory_in_place(x, h, c, w_x, w_h, b):
+    i, f, g, o = (x @ w_x + h @ w_h + b).view(len(x), 4, -1).unbind(1)
+    c = c.clone()
+    c *= f.sigmoid()
+    c += i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def lstm_gates_by_tanh(x, h, c, w_x, w_h, b):
+    i, f, g, o = torch.tensor_split(x @ w_x + h @ w_h + b, 4, dim=1)
+    i, f, o = ((1 + (z / 2).tanh()) / 2 for z in (i, f, o))
+    c = f * c + i * g.tanh()
+    return o * c.tanh(), c
+
+
 @pytest.mark.parametrize(
-    "answer", [lstm_slices, lstm_split_list, lstm_four_products, lstm_unflatten]
+    "answer",
+    [
+        lstm_slices,
+        lstm_split_list,
+        lstm_four_products,
+        lstm_unflatten,
+        lstm_own_memory_in_place,
+        lstm_gates_by_tanh,
+    ],
 )
 def test_other_right_lstms(answer):
     accept(answer, "lstm_cell")
@@ -260,8 +303,32 @@ def reach_row_by_row(layer, x):
     return torch.stack(rows).mean(0)
 
 
+def reach_of_a_clone(layer, x):
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(layer(x)[:, -1].sum(), x)
+    return g.norm(dim=-1).mean(0)
+
+
+def reach_puts_gradients_back(layer, x):
+    parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
+    before = [None if p.grad is None else p.grad.clone() for p in parameters]
+    leaf = x.detach().clone().requires_grad_()
+    layer(leaf)[:, -1].sum().backward()
+    for p, gradient in zip(parameters, before, strict=True):
+        p.grad = gradient
+    return leaf.grad.norm(dim=-1).mean(0)
+
+
 @pytest.mark.parametrize(
-    "answer", [reach_backward_clean, reach_inputs_only, reach_func, reach_row_by_row]
+    "answer",
+    [
+        reach_backward_clean,
+        reach_inputs_only,
+        reach_func,
+        reach_row_by_row,
+        reach_of_a_clone,
+        reach_puts_gradients_back,
+    ],
 )
 def test_other_right_reaches(answer):
     accept(answer, "gradient_reach")
@@ -538,6 +605,142 @@ def reach_without_a_mark(layer, x):
     return found.norm(dim=-1).mean(0)
 
 
+def reach_in_eval_mode(layer, x):
+    """Puts the mode back, but has measured another one."""
+    training = isinstance(layer, nn.Module) and layer.training
+    if training:
+        layer.eval()
+    reach = reference.gradient_reach(layer, x)
+    if training:
+        layer.train()
+    return reach
+
+
+def reach_left_in_eval_mode(layer, x):
+    if hasattr(layer, "eval"):
+        layer = layer.eval()
+    return reference.gradient_reach(layer, x)
+
+
+def reach_from(number):
+    """The reach, with something else than the sum of the last output differentiated."""
+
+    def reach(layer, x):
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(number(layer(leaf)[:, -1]), leaf)
+        return found.norm(dim=-1).mean(0)
+
+    return reach
+
+
+def cell_one_exponential(x, h, w_x, w_h, b):
+    grown = torch.exp(2 * (x @ w_x + h @ w_h + b))
+    return 1 - 2 / (grown + 1)
+
+
+def cell_joined_in_two_orders(x, h, w_x, w_h, b):
+    return torch.tanh(torch.hstack([h, x]) @ torch.vstack([w_x, w_h]) + b)
+
+
+def rnn_with(cell=reference.rnn_cell, together=torch.stack):
+    def rnn(x, h0, w_x, w_h, b):
+        h, states = h0, []
+        for t in range(x.shape[1]):
+            h = cell(x[:, t], h, w_x, w_h, b)
+            states.append(h)
+        return together(states)
+
+    return rnn
+
+
+def cell_of_a_detached_state(x, h, w_x, w_h, b):
+    return reference.rnn_cell(x, h.detach(), w_x, w_h, b)
+
+
+def lstm_with(cut):
+    def lstm_cell(x, h, c, w_x, w_h, b):
+        i, f, g, o = cut(x @ w_x + h @ w_h + b)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+    return lstm_cell
+
+
+def lstm_no_input_gate(x, h, c, w_x, w_h, b):
+    _, f, g, o = (x @ w_x + h @ w_h + b).chunk(4, dim=1)
+    c = g.tanh() + f.sigmoid() * c
+    return o.sigmoid() * c.tanh(), c
+
+
+class ZerosOfNoDtype(reference.RNNLanguageModel):
+    def forward(self, ids):
+        h0 = torch.zeros(len(ids), len(self.b))
+        x = self.embedding(ids)
+        return self.head(reference.rnn(x, h0, self.w_x, self.w_h, self.b))
+
+
+def rnn_of_features(x, h0, w_x, w_h, b):
+    states = [h0]
+    for t in range(x.size(2)):
+        states.append(reference.rnn_cell(x[:, t], states[-1], w_x, w_h, b))
+    return torch.stack(states[1:], dim=1)
+
+
+def rnn_in_a_narrow_buffer(x, h0, w_x, w_h, b):
+    h, states = h0, torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = reference.rnn_cell(x[:, t], h, w_x, w_h, b)
+        states[:, t] = h
+    return states
+
+
+def rnn_out_of_its_buffer(x, h0, w_x, w_h, b):
+    states = x.new_zeros(len(x), x.shape[1] + 1, len(b))
+    states[:, 0] = h0
+    for t in range(x.shape[1]):
+        states[:, t + 1] = reference.rnn_cell(x[:, t], states[:, t], w_x, w_h, b)
+    return states[:, 1:]
+
+
+def reach_of_the_first_sequence(layer, x):
+    x = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(layer(x)[0][-1].sum(), x)
+    return found.norm(dim=-1).mean(0)
+
+
+def lstm_gate_inside(x, h, c, w_x, w_h, b):
+    i, f, g, o = (x @ w_x + h @ w_h + b).chunk(4, dim=1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return (o.sigmoid() * c).tanh(), c
+
+
+class ZerosLikeIds(reference.RNNLanguageModel):
+    def forward(self, ids):
+        h0 = torch.zeros(len(ids), len(self.b)).to(ids)
+        x = self.embedding(ids)
+        return self.head(reference.rnn(x, h0, self.w_x, self.w_h, self.b))
+
+
+class DividedParameters(reference.RNNLanguageModel):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        del self.w_x, self.w_h
+        self.w_x = nn.Parameter(torch.randn(d_model, d_hidden)) / d_model**0.5
+        self.w_h = nn.Parameter(torch.randn(d_hidden, d_hidden)) / d_hidden**0.5
+
+
+class LargeHead(reference.RNNLanguageModel):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        self.head.weight.data.uniform_(-2, 2)
+
+
+class UniformAroundZero(reference.RNNLanguageModel):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        self.w_h = nn.Parameter(torch.rand(d_hidden, d_hidden) - 0.5)
+
+
 def cell_with_matrices_on_the_left(x, h, w_x, w_h, b):
     return (w_x @ x + w_h @ h + b).tanh()
 
@@ -569,6 +772,33 @@ def drawn(**scales):
         (reach_without_a_mark, "gradient_reach", "x_not_marked"),
         (cell_with_matrices_on_the_left, "rnn_cell", "w_x_on_the_left"),
         (rnn_over_sequences, "rnn", "sequences_taken_for_steps"),
+        (reach_in_eval_mode, "gradient_reach", "eval_mode"),
+        (reach_left_in_eval_mode, "gradient_reach", "eval_mode"),
+        (reach_from(lambda y: y[:, 0].sum()), "gradient_reach", "norm_of_output"),
+        (reach_from(lambda y: y.sum(1).mean()), "gradient_reach", "mean_of_sequences"),
+        (reach_from(lambda y: (y**2).sum()), "gradient_reach", "squares_of_output"),
+        (cell_one_exponential, "rnn_cell", "tanh_from_one_exponential"),
+        (cell_joined_in_two_orders, "rnn_cell", "joined_in_two_orders"),
+        (rnn_with(together=lambda s: torch.stack(s, 2)), "rnn", "time_last"),
+        (rnn_with(together=lambda s: torch.stack(s, 1).squeeze(1)), "rnn", "squeezed"),
+        (
+            rnn_with(cell_of_a_detached_state, lambda s: torch.stack(s, 1)),
+            "rnn",
+            "detached_before_each_step",
+        ),
+        (lstm_with(lambda z: torch.split(z, 4, 1)), "lstm_cell", "blocks_of_four"),
+        (lstm_with(lambda z: torch.chunk(z, 4)), "lstm_cell", "cut_along_the_batch"),
+        (lstm_with(lambda z: z.view(4, len(z), -1)), "lstm_cell", "blocks_by_view"),
+        (lstm_no_input_gate, "lstm_cell", "no_input_gate"),
+        (ZerosOfNoDtype, "RNNLanguageModel", "float32_start"),
+        (rnn_of_features, "rnn", "as_many_steps_as_features"),
+        (rnn_in_a_narrow_buffer, "rnn", "buffer_like_the_input"),
+        (reach_of_the_first_sequence, "gradient_reach", "first_sequence"),
+        (lstm_gate_inside, "lstm_cell", "output_gate_inside"),
+        (ZerosLikeIds, "RNNLanguageModel", "integer_start"),
+        (DividedParameters, "RNNLanguageModel", "scaled_after_wrapping"),
+        (UniformAroundZero, "RNNLanguageModel", "w_h_scale_fixed"),
+        (LargeHead, "RNNLanguageModel", "head_unscaled"),
         (drawn(w_h=0.02), "RNNLanguageModel", "w_h_too_small"),
         (drawn(w_h=0.8), "RNNLanguageModel", "w_h_unscaled"),
         (drawn(w_x=0.005), "RNNLanguageModel", "w_x_too_small"),
@@ -578,3 +808,21 @@ def drawn(**scales):
 def test_common_mistakes_are_named(answer, name, fault):
     report = evaluate(answer, name)
     assert (report.status, report.fault) == ("failed", fault), report.message
+
+
+def test_cleared_gradients_are_the_learners_mistake_not_a_crash():
+    def answer(layer, x):
+        reach = reference.gradient_reach(layer, x)
+        if isinstance(layer, nn.Module):
+            layer.zero_grad()
+        return reach
+
+    report = evaluate(answer, "gradient_reach")
+    assert (report.status, report.fault) == ("failed", "gradients_cleared")
+    assert "is gone" in report.message and "raised" not in report.message
+
+
+def test_a_state_read_out_of_a_buffer_gets_a_hint():
+    report = evaluate(rnn_out_of_its_buffer, "rnn")
+    assert report.status == "failed"
+    assert "keep it under a name of its own" in report.message

@@ -28,6 +28,16 @@ RIGHT = {
         (s - s.amax(dim, keepdim=True).detach()).exp()
     ),
     "loops": by_loops,
+    "sorted": lambda s, dim=-1: (lambda e: e / e.sum(dim, keepdim=True))(
+        (s - s.sort(dim, descending=True).values.narrow(dim, 0, 1)).exp()
+    ),
+    "dimensions exchanged": lambda s, dim=-1: (
+        ((lambda e: e / e.sum(0))((s.transpose(0, dim) - s.amax(dim)).exp())).transpose(
+            0, dim
+        )
+        if s.dim() == 2
+        else torch.softmax(s, dim)
+    ),
 }
 
 
@@ -48,6 +58,12 @@ WRONG = {
     ),
     "float32 inside": lambda s, dim=-1: torch.softmax(s.float(), dim).to(s.dtype),
     "no gradient": lambda s, dim=-1: torch.softmax(s, dim).data,
+    "a low score for −inf": lambda s, dim=-1: torch.softmax(
+        s.masked_fill(s.isinf(), -10.0), dim
+    ),
+    "overwritten on the way": lambda s, dim=-1: (lambda e: e.div_(e.sum(dim, True)))(
+        (s - s.amax(dim, keepdim=True)).exp()
+    ),
     "a little too large": lambda s, dim=-1: torch.softmax(s, dim) + 1e-4,
 }
 
@@ -55,3 +71,55 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_answers_that_no_fault_lists_are_rejected(name):
     assert evaluate(WRONG[name], "softmax").status == "failed"
+
+
+def by_the_mean(scores, dim=-1):
+    shifted = scores - torch.mean(scores, dim=dim, keepdim=True)
+    return shifted.exp() / shifted.exp().sum(dim=dim, keepdim=True)
+
+
+def by_a_pair(scores, dim=-1):
+    e = torch.exp(scores - torch.max(scores, dim=dim, keepdim=True))
+    return e / e.sum(dim=dim, keepdim=True)
+
+
+def along_the_first(scores, dim=0):
+    largest = scores.max(dim, keepdim=True).values
+    exponentials = (scores - largest).exp()
+    return exponentials / exponentials.sum(dim, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (by_the_mean, "mean_subtracted"),
+        (by_a_pair, "max_is_a_pair"),
+        (along_the_first, "first_dim_by_default"),
+    ],
+)
+def test_common_mistakes_are_named(answer, fault):
+    report = evaluate(answer, "softmax")
+    assert (report.status, report.fault) == ("failed", fault), report.message
+
+
+def overwriting(scores, dim=-1):
+    scores = scores.clone()
+    scores -= scores.amax(dim, keepdim=True)
+    exponentials = scores.exp()
+    return exponentials / exponentials.sum(dim, keepdim=True)
+
+
+def test_numbers_overwritten_in_place_are_not_taken_for_a_detach():
+    report = evaluate(overwriting, "softmax")
+    assert (report.status, report.fault) == ("failed", None)
+    assert "has overwritten numbers" in report.message
+
+
+@pytest.mark.parametrize("lowest", [-10.0, -80.0])
+def test_a_score_of_minus_infinity_gets_exactly_nothing(lowest):
+    def answer(scores, dim=-1):
+        return torch.softmax(scores.masked_fill(scores.isinf(), lowest), dim)
+
+    report = evaluate(answer, "softmax")
+    assert report.status == "failed"
+    assert "gets the weight 0" in report.message

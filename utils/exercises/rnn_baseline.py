@@ -74,6 +74,16 @@ def _(answer, t):
     t.gradients_agree(answer, _torch_cell, *_cell_inputs(seed=60))
 
 
+@rnn_cell.requires(
+    "the gradients stay finite for large sums",
+    "An exponential that overflows may still give the right value. Its gradient is NaN.",
+)
+def _(answer, t):
+    x, *rest = _cell_inputs(batch=3, seed=70)
+    far = torch.tensor([400.0, 1.0, -400.0])[:, None]
+    t.gradients_agree(answer, _torch_cell, far * x, *rest)
+
+
 @rnn_cell.requires("it creates nothing on another device")
 def _(answer, t):
     t.any_device(answer, *_cell_inputs())
@@ -216,6 +226,24 @@ def _(x, h, w_x, w_h, b):
 
 
 @rnn_cell.fault(
+    "tanh_from_one_exponential",
+    "This tanh is built from an exponential that overflows for large sums. The value is "
+    "still right, but the gradient is infinity times 0, NaN.",
+)
+def _(x, h, w_x, w_h, b):
+    return 1 - 2 / ((2 * (x @ w_x + h @ w_h + b)).exp() + 1)
+
+
+@rnn_cell.fault(
+    "joined_in_two_orders",
+    "Input and state are joined in one order and their matrices in the other, so that "
+    "rows of `w_x` meet numbers of the state. The shapes fit either way.",
+)
+def _(x, h, w_x, w_h, b):
+    return torch.tanh(torch.cat([h, x], dim=-1) @ torch.cat([w_x, w_h]) + b)
+
+
+@rnn_cell.fault(
     "state_detached",
     "The old state is cut from the graph. Then no step can learn what it should have "
     "kept for a later one.",
@@ -299,7 +327,9 @@ def _(answer, t):
 
 @rnn.requires(
     "gradients flow back through all steps, to h0 and to every input",
-    "The state that goes into the next step must still be attached to the graph.",
+    "The state that goes into the next step must still be attached to the graph. If a "
+    "variable “has been modified by an inplace operation”, the state was read out of a "
+    "buffer that a later step writes to: keep it under a name of its own.",
 )
 def _(answer, t):
     t.gradients_agree(answer, _torch_rnn, *_rnn_inputs(time=6, seed=100))
@@ -326,6 +356,24 @@ def _(x, h0, w_x, w_h, b):
 )
 def _(x, h0, w_x, w_h, b):
     return torch.stack(_states(x, h0, w_x, w_h, b))
+
+
+@rnn.fault(
+    "time_last",
+    "The states are put together with time at the end, `(B, H, T)`; here it comes "
+    "second.",
+)
+def _(x, h0, w_x, w_h, b):
+    return torch.stack(_states(x, h0, w_x, w_h, b), dim=-1)
+
+
+@rnn.fault(
+    "squeezed",
+    "A dimension of size 1 is dropped, by `squeeze()` for instance. With one step or one "
+    "sequence the result is still `(B, T, H)`.",
+)
+def _(x, h0, w_x, w_h, b):
+    return torch.stack(_states(x, h0, w_x, w_h, b), dim=1).squeeze()
 
 
 @rnn.fault(
@@ -386,6 +434,31 @@ def _(x, h0, w_x, w_h, b):
         h = _torch_cell(x[:, t], h, w_x, w_h, b)
         states.append(h)
     return torch.stack(states, dim=1)
+
+
+@rnn.fault(
+    "as_many_steps_as_features",
+    "The loop runs as often as an input has numbers, `x.shape[-1]`. The steps are the "
+    "second dimension of `x`.",
+)
+def _(x, h0, w_x, w_h, b):
+    h, states = h0, []
+    for t in range(x.shape[-1]):
+        h = _torch_cell(x[:, t], h, w_x, w_h, b)
+        states.append(h)
+    return torch.stack(states, dim=1)
+
+
+@rnn.fault(
+    "buffer_like_the_input",
+    "The states are written into a buffer of the input's shape, `(B, T, D)`. A state has "
+    "H numbers.",
+)
+def _(x, h0, w_x, w_h, b):
+    states = torch.zeros_like(x)
+    for t, h in enumerate(_states(x, h0, w_x, w_h, b)):
+        states[:, t] = h
+    return states
 
 
 @rnn.fault(
@@ -515,6 +588,16 @@ def _(x, h0, w_x, w_h, b):
 
 
 @rnn.fault(
+    "detached_before_each_step",
+    "Each step gets a state that is cut from the graph, the first one too. The values "
+    "are right, but no gradient leaves its step, so nothing distant can be learned.",
+)
+def _(x, h0, w_x, w_h, b):
+    states = _states(x, h0.detach(), w_x, w_h, b, between=torch.Tensor.detach)
+    return torch.stack(states, dim=1)
+
+
+@rnn.fault(
     "float32_buffer",
     "The states are written into a buffer that is float32 whatever comes in.",
 )
@@ -593,7 +676,9 @@ def _(answer, t):
 
 @lstm_cell.requires(
     "gradients flow back to all six arguments, and stay finite for large sums",
-    "The memory c is the path on which a gradient survives: do not cut it.",
+    "The memory c is the path on which a gradient survives: do not cut it, and do not "
+    "overwrite it in place. NaN comes from an exponential that overflowed, also from one "
+    "that `torch.where` did not choose.",
 )
 def _(answer, t):
     t.gradients_agree(answer, _torch_lstm, *_lstm_inputs(seed=90))
@@ -680,6 +765,37 @@ def _(x, h, c, w_x, w_h, b):
     return _lstm_from(*z.unflatten(-1, (-1, 4)).unbind(-1), c)
 
 
+@lstm_cell.fault(
+    "blocks_of_four",
+    "`split(4)` cuts blocks of four columns. Four blocks are asked for, of H columns "
+    "each: `chunk` takes their number.",
+)
+def _(x, h, c, w_x, w_h, b):
+    i, f, g, o = (x @ w_x + h @ w_h + b).split(4, dim=-1)
+    return _lstm_from(i, f, g, o, c)
+
+
+@lstm_cell.fault(
+    "cut_along_the_batch",
+    "The sums are cut along the first dimension, the batch. The four blocks stand side "
+    "by side in the last one: say so with `dim`.",
+)
+def _(x, h, c, w_x, w_h, b):
+    i, f, g, o = (x @ w_x + h @ w_h + b).chunk(4)
+    return _lstm_from(i, f, g, o, c)
+
+
+@lstm_cell.fault(
+    "blocks_by_view",
+    "The sums are renamed `(4, B, H)` with view or reshape. That keeps the order in "
+    "memory, where the four blocks of one row follow each other, so gates and sequences "
+    "are mixed up.",
+)
+def _(x, h, c, w_x, w_h, b):
+    z = x @ w_x + h @ w_h + b
+    return _lstm_from(*z.reshape(4, len(x), -1), c)
+
+
 @_lstm_fault("swapped", "The memory c is returned first. The order is `(h, c)`.")
 def _(i, f, g, o, c):
     return _lstm_from(i, f, g, o, c)[::-1]
@@ -706,6 +822,15 @@ def _(i, f, g, o, c):
 def _(i, f, g, o, c):
     c = _lstm_from(i, f, g, o, c)[1]
     return torch.sigmoid(o) * c, c
+
+
+@_lstm_fault(
+    "output_gate_inside",
+    "The output gate is multiplied before the tanh. It stands outside: o · tanh(c).",
+)
+def _(i, f, g, o, c):
+    c = _lstm_from(i, f, g, o, c)[1]
+    return torch.tanh(torch.sigmoid(o) * c), c
 
 
 @_lstm_fault(
@@ -759,6 +884,16 @@ def _(i, f, g, o, c):
 )
 def _(i, f, g, o, c):
     c = c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+@_lstm_fault(
+    "no_input_gate",
+    "The candidate is written in full: the input gate, which says how much of it, is "
+    "missing.",
+)
+def _(i, f, g, o, c):
+    c = torch.sigmoid(f) * c + torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
@@ -888,6 +1023,13 @@ class ALayerThatSquares(nn.Module):
         return ((x @ self.w.to(x.dtype)) ** 2).cumsum(1)
 
 
+class ALayerWithTwoModes(nn.Module):
+    """A layer that gives more in training, so that its mode shows."""
+
+    def forward(self, x):
+        return (7 if self.training else 1) * a_layer_that_halves(x)
+
+
 def _agree_reach(t, answer, layer, x, **kwargs):
     actual = t.call(answer, layer, x, **kwargs)
     # Differences are exact to some 1e−9 only; nothing asked for here is finer.
@@ -947,16 +1089,38 @@ def _(answer, t):
         layer.w.grad = None if before is None else before.clone()
         _agree_reach(t, answer, layer, probe(2, 4, 3, seed=230))
         after = layer.w.grad
-        same = after is before if before is None else torch.equal(after, before)
+        if before is None or after is None:
+            same = after is before
+        else:
+            same = torch.equal(after, before)
         t.true(
             same,
-            "After the call the layer's parameters hold another gradient than before: "
-            "a measurement must not leave one behind, or the next training step adds "
-            "to it.",
+            "After the call the gradient that the layer's parameters held is gone."
+            if after is None
+            else "After the call the layer's parameters hold another gradient than "
+            "before: a measurement must not leave one behind, or the next training "
+            "step adds to it.",
         )
         t.true(
             layer.w.requires_grad and torch.equal(layer.w, probe(3, 5, seed=130)),
             "It changed the layer's parameters.",
+        )
+
+
+@gradient_reach.requires(
+    "a module is measured in the mode that it is in, and stays in it",
+    "Call the layer as it comes.",
+)
+def _(answer, t):
+    for training in (True, False):
+        layer = ALayerWithTwoModes().train(training)
+        x = probe(2, 4, 3, seed=290)
+        expected = _by_differences(layer, x)  # before the answer can change the mode
+        t.close(t.call(answer, layer, x), expected, "the reach of each step", like=x)
+        t.true(
+            layer.training == training,
+            "After the call the layer is in another mode, training or eval, than "
+            "before.",
         )
 
 
@@ -1103,9 +1267,37 @@ def _(layer, x):
 
 
 @gradient_reach.fault(
+    "mean_of_sequences",
+    "The last outputs are averaged over the batch, so each gradient is that much "
+    "smaller. They are added up; the average is taken of the norms, at the end.",
+)
+def _(layer, x):
+    return _reach(_gradient(layer, x, lambda y: y[:, -1].sum(-1).mean()))
+
+
+@gradient_reach.fault(
+    "first_sequence",
+    "Only the first sequence's last output is differentiated. Those of all sequences are "
+    "added up.",
+)
+def _(layer, x):
+    return _reach(_gradient(layer, x, lambda y: y[0, -1].sum()))
+
+
+@gradient_reach.fault(
+    "squares_of_output",
+    "The squares of the last output are added up before the gradient is taken. The "
+    "outputs themselves are asked for.",
+)
+def _(layer, x):
+    return _reach(_gradient(layer, x, lambda y: y[:, -1].square().sum()))
+
+
+@gradient_reach.fault(
     "norm_of_output",
-    "The norm of the last output is differentiated. Its sum is asked for; the norm "
-    "comes later, over the gradient.",
+    "The last output becomes one number in another way than by adding up: its norm is "
+    "taken, or one of its features. The sum is asked for; the norm comes later, over "
+    "the gradient.",
 )
 def _(layer, x):
     return _reach(_gradient(layer, x, lambda y: y[:, -1].norm(dim=-1).sum()))
@@ -1241,6 +1433,17 @@ def _(layer, x):
 
 
 @gradient_reach.fault(
+    "eval_mode",
+    "The layer is put into eval mode. It is the caller's, and is measured in the mode "
+    "that it is in.",
+)
+def _(layer, x):
+    if isinstance(layer, nn.Module):
+        layer.eval()
+    return _reach(_gradient(layer, x))
+
+
+@gradient_reach.fault(
     "x_marked",
     "`requires_grad_()` is called on the caller's `x`. From then on every computation "
     "with it records a graph: mark a detached copy.",
@@ -1301,7 +1504,7 @@ def _in_range(size, least, most):
     return "small" if size <= least else "large" if size >= most else "fits"
 
 
-def _agree_model(t, model, ids, weights, what="the logits"):
+def _agree_model(t, model, ids, weights, what="the result"):
     logits = t.call(model, ids)
     t.close(logits, _logits(ids, **weights), what)
     return logits
@@ -1324,7 +1527,9 @@ def _(answer, t):
 )
 def _(answer, t):
     model, weights = _loaded(t, answer)
-    t.equal(tuple(t.call(model, probe_ids(2, 4, below=11)).shape), (2, 4, 11), "shape")
+    t.equal(
+        tuple(t.call(model, probe_ids(2, 4, below=11)).shape), (2, 4, 11), "the shape"
+    )
     _agree_model(t, model, probe_ids(2, 4, below=11), weights)
     _agree_model(t, model, probe_ids(3, 1, below=11, seed=1), weights)
     _agree_model(t, model, probe_ids(1, 7, below=11, seed=2), weights)
@@ -1341,7 +1546,7 @@ def _(answer, t):
     first, second = probe_ids(2, 5, below=11), probe_ids(2, 5, below=11, seed=4)
     _agree_model(t, model, first, weights)
     _agree_model(t, model, second, weights)
-    _agree_model(t, model.eval(), first, weights, "the logits in eval()")
+    _agree_model(t, model.eval(), first, weights, "the result in eval()")
 
 
 @language_model.requires(
@@ -1371,7 +1576,7 @@ def _(answer, t):
     model, weights = _loaded(t, answer)
     weights = {name: w.bfloat16().double() for name, w in weights.items()}
     logits = t.call(model.bfloat16(), ids)
-    t.close(logits, _logits(ids, **weights), "the logits in bfloat16", tolerance=0.2)
+    t.close(logits, _logits(ids, **weights), "the result in bfloat16", tolerance=0.2)
 
 
 @language_model.requires(
@@ -1421,6 +1626,14 @@ def _(answer, t):
         f"`w_h` starts with a spectral radius of {radius:.2g}; between 0.3 and 2 a "
         "state neither fades within a step or two nor saturates.",
     )
+    wide = t.call(answer, v, d, 4 * n).w_h.detach()
+    radius = torch.linalg.eigvals(wide).abs().max().item()
+    t.trace.append(_in_range(radius, 0.3, 2))
+    t.true(
+        0.3 < radius < 2,
+        f"With {4 * n} units `w_h` starts with a spectral radius of {radius:.2g}; it fits "
+        f"with {n}. The scale must depend on the number of units.",
+    )
     size = parameters["w_x"].detach().square().sum(0).mean().sqrt().item()
     t.trace.append(_in_range(size, 0.1, 3))
     t.true(
@@ -1430,8 +1643,10 @@ def _(answer, t):
     )
     t.true(not parameters["b"].any(), "`b` does not start at zero.")
     ids = probe_ids(8, 20, below=v, seed=8)
-    with torch.no_grad():
-        loss = F.cross_entropy(t.call(model, ids).flatten(0, 1), ids.flatten()).item()
+    with torch.no_grad(), t.unfinished():
+        logits = t.call(model, ids)
+        t.trace[-1] = tuple(logits.shape)  # the values differ from model to model
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten()).item()
     t.true(
         loss < math.log(v) + 1.5,
         f"A new model's loss is {loss:.2f} on random tokens, where guessing evenly "
@@ -1461,7 +1676,8 @@ class _Model(nn.Module):
 
     def states(self, x):
         h0 = self.start(x)
-        return torch.stack(_states(x, h0, self.w_x, self.w_h, self.b), dim=1)
+        weights = (self.w_x, self.w_h, self.b)
+        return torch.stack(_states(x, h0, *weights, cell=_any_cell), dim=1)
 
     def forward(self, ids):
         return self.head(self.states(self.embedding(ids)))
@@ -1548,6 +1764,20 @@ class _PlainTensors(_Model):
             value = getattr(self, name).detach()
             delattr(self, name)
             setattr(self, name, value.requires_grad_())
+
+
+@language_model.fault(
+    "scaled_after_wrapping",
+    "`w_x` and `w_h` are plain tensors. So is the result of `nn.Parameter(…) / …`: what "
+    "is computed from a parameter is none. Scale first, then wrap.",
+)
+class _ScaledAfterWrapping(_Model):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        for name in ("w_x", "w_h"):
+            parameter = getattr(self, name)
+            delattr(self, name)
+            setattr(self, name, parameter / 1)
 
 
 @language_model.fault(
@@ -1651,6 +1881,19 @@ class _Float32Start(_Model):
 
 
 @language_model.fault(
+    "integer_start",
+    "The first state is made from `ids`, so it holds integers as they do. Make it from "
+    "something of the weights' dtype: the embedded tokens, or a parameter.",
+)
+class _IntegerStart(_Model):
+    def forward(self, ids):
+        h0 = ids.new_zeros(len(ids), len(self.b))
+        weights = (self.w_x, self.w_h, self.b)
+        states = _states(self.embedding(ids), h0, *weights, cell=_any_cell)
+        return self.head(torch.stack(states, dim=1))
+
+
+@language_model.fault(
     "cpu_start",
     "The first state is created on the CPU, wherever the model is.",
 )
@@ -1684,6 +1927,17 @@ class _TooSmall(_Model):
 
 
 @language_model.fault(
+    "w_h_scale_fixed",
+    "`w_h` starts at the same scale whatever H is. Each number of the next state is a "
+    "sum over H numbers, so the scale must fall as H grows, with its root.",
+)
+class _FixedScale(_Model):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        self.w_h = nn.Parameter(0.25 * torch.randn(d_hidden, d_hidden))
+
+
+@language_model.fault(
     "w_x_unscaled",
     "`w_x` starts too large, with a standard deviation of 1 for instance. The sum over "
     "the D numbers of a token is then much larger than one of them, and the tanh "
@@ -1704,6 +1958,18 @@ class _InputsTooSmall(_Model):
     def __init__(self, vocab_size, d_model, d_hidden):
         super().__init__(vocab_size, d_model, d_hidden)
         self.w_x = nn.Parameter(0.01 * torch.randn(d_model, d_hidden))
+
+
+@language_model.fault(
+    "head_unscaled",
+    "`head` starts too large, with a standard deviation of 1 for instance. Each logit is "
+    "a sum over H numbers, so a new model is sure of what it cannot know. `nn.Linear` "
+    "starts at a size that fits.",
+)
+class _HeadUnscaled(_Model):
+    def __init__(self, vocab_size, d_model, d_hidden):
+        super().__init__(vocab_size, d_model, d_hidden)
+        nn.init.normal_(self.head.weight)
 
 
 @language_model.fault("b_drawn", "`b` is drawn at random; it starts at zero.")

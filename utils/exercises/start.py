@@ -12,6 +12,7 @@ softmax = Exercise("softmax", lesson="start")
 def _(answer, t):
     t.agrees(answer, torch.softmax, probe(3, 5), dim=-1)
     t.agrees(answer, lambda scores: torch.softmax(scores, -1), probe(7, seed=1))
+    t.agrees(answer, lambda scores: torch.softmax(scores, -1), probe(2, 6, seed=8))
 
 
 @softmax.requires(
@@ -37,13 +38,16 @@ def _(answer, t):
     rows = torch.stack([probe(5, shift=-1000), probe(5), probe(5, shift=1000)])
     t.agrees(answer, torch.softmax, rows, dim=-1)
     t.agrees(answer, torch.softmax, rows.T, dim=0)
+    t.agrees(answer, torch.softmax, rows, dim=0)
 
 
 @softmax.requires("a score of −inf gets the weight 0")
 def _(answer, t):
     scores = probe(3, 5, seed=4)
     scores[0, 1] = scores[2, 0] = scores[2, 4] = -torch.inf
-    t.agrees(answer, torch.softmax, scores, dim=-1)
+    # A small weight is not 0: each value is compared in its own size.
+    t.agrees(answer, torch.softmax, scores, dim=-1, relative=True)
+    t.agrees(answer, torch.softmax, scores - 1000, dim=-1)
 
 
 @softmax.requires(
@@ -57,7 +61,11 @@ def _(answer, t):
     t.agrees(answer, torch.softmax, strided(probe(3, 5, seed=6)), dim=0)
 
 
-@softmax.requires("gradients flow back to the scores")
+@softmax.requires(
+    "gradients flow back to the scores",
+    "If a variable “has been modified by an inplace operation”, a line such as "
+    "`scores -= …` or `exp_()` has overwritten numbers that the way back needs.",
+)
 def _(answer, t):
     t.gradients_agree(answer, torch.softmax, probe(3, 5, seed=7), dim=-1)
 
@@ -93,6 +101,25 @@ def _(scores, dim=-1):
 )
 def _(scores, dim=-1):
     return torch.softmax(scores, -1)
+
+
+@softmax.fault(
+    "first_dim_by_default",
+    "Called without `dim`, the weights sum to 1 along the first dimension. The stub's "
+    "default is −1, the last.",
+)
+def _(scores, dim=0):
+    return torch.softmax(scores, dim)
+
+
+@softmax.fault(
+    "mean_subtracted",
+    "The mean is subtracted, not the maximum. A score that lies far above its row's "
+    "mean still overflows, and a single −inf makes the mean −inf.",
+)
+def _(scores, dim=-1):
+    exponentials = (scores - scores.mean(dim, keepdim=True)).exp()
+    return exponentials / exponentials.sum(dim, keepdim=True)
 
 
 @softmax.fault(
@@ -142,20 +169,22 @@ def _(scores, dim=-1):
 
 
 @softmax.fault(
+    "max_is_a_pair",
+    "With a `dim`, `max` returns two tensors, the values and where they stand. Take the "
+    "values, or use `amax`.",
+)
+def _(scores, dim=-1):
+    exponentials = (scores - scores.max(dim, keepdim=True)).exp()
+    return exponentials / exponentials.sum(dim, keepdim=True)
+
+
+@softmax.fault(
     "clamped",
     "The scores are cut off at a fixed size to avoid overflow. That changes the weights "
     "of large scores, where only the differences should count.",
 )
 def _(scores, dim=-1):
     return torch.softmax(scores.clamp(-80, 80), dim)
-
-
-@softmax.fault(
-    "detached",
-    "The result is cut from the graph, so nothing before it can be trained.",
-)
-def _(scores, dim=-1):
-    return torch.softmax(scores.detach(), dim)
 
 
 @softmax.fault(
