@@ -58,6 +58,7 @@ ON_THE_CPU = {
     "result of cpu()": lambda x: x.cpu() * 2,
     "result of to": lambda x: x.to("cpu"),
     "made of a list": lambda x: torch.tensor(x.tolist()),
+    "made of a list of tensors": lambda x: torch.tensor([row.sum() for row in x]),
     "device='cpu'": lambda x: x + torch.ones(3, device="cpu"),
     "filled row by row": lambda x: _filled(x),
 }

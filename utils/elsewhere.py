@@ -12,6 +12,8 @@ class OnTheCPU(Exception):
 # These take a tensor of another device: indices and values from the CPU, or a shape.
 CROSSING = ("copy_", "__getitem__", "__setitem__", "view_as", "reshape_as", "expand_as")
 
+LISTED = ("tensor", "as_tensor")  # on the CPU if made of a list, even one of tensors
+
 
 class Elsewhere(TorchFunctionMode):
     """The inputs are said to be on an accelerator, what names no device on the CPU.
@@ -61,7 +63,7 @@ class Elsewhere(TorchFunctionMode):
             self.named |= moved
         elif name == "cpu":
             moved = self.named = True
-        elif not given:
+        elif not given or (name in LISTED and isinstance(args[0], (list, tuple))):
             moved = True
         else:
             sides = {self.on_the_cpu(v) for v in given if v.dim() > 0}
