@@ -54,7 +54,9 @@ def test_rows_of_another_layout_are_read_right():
     torch.testing.assert_close(layer(x), plain(layer, x))
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(1, 7), torch.ones(1, 10).double()])
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(1, 7), torch.ones(1, 10).double(), torch.tensor(1.0)]
+)
 def test_what_does_not_fit_is_refused_as_by_linear(wrong):
     layer = made()
     with pytest.raises(RuntimeError) as refused:

@@ -1,10 +1,11 @@
 """A linear layer that is as fast as memory where its input has one row, or few."""
 
-import time
 from functools import cache
 
 import torch
 from torch import nn
+
+from utils.timing import seconds_in_turn
 
 WIDTH = 24  # outputs in a block
 MOST_ROWS = 3  # from four on, PyTorch's product for many rows is as fast
@@ -38,7 +39,7 @@ class PackedLinear(nn.Linear):
 
     def _is_for_blocks(self, x):
         w = self.weight
-        if (x.shape[-1], x.dtype, x.device) != (self.in_features, w.dtype, w.device):
+        if (*x.shape[-1:], x.dtype, x.device) != (self.in_features, w.dtype, w.device):
             return False  # `nn.Linear` says what is wrong
         if not 0 < x.numel() <= MOST_ROWS * self.in_features or len(w) % WIDTH:
             return False
@@ -87,12 +88,9 @@ def packing_pays(dtype: torch.dtype, n_threads: int) -> bool:
     row = torch.ones(1, 576, dtype=dtype)
     weight = row.expand(1024 * WIDTH, -1).contiguous()
     rows, blocks = row.expand(1024, 1, -1), _pack(weight)
-    packed = [_seconds(torch.bmm, rows, blocks) for _ in range(3)]
-    plain = [_seconds(nn.functional.linear, row, weight) for _ in range(3)]
-    return min(packed) < min(plain)
-
-
-def _seconds(f, *args):
-    start = time.perf_counter()
-    f(*args)
-    return time.perf_counter() - start
+    products = {
+        "blocks": lambda: torch.bmm(rows, blocks),
+        "rows": lambda: nn.functional.linear(row, weight),
+    }
+    found = seconds_in_turn(products, repeats=3)
+    return found["blocks"] < found["rows"]

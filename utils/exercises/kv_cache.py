@@ -183,7 +183,6 @@ def refuses(t, f, *args, because, **kwargs):
         came = t.trace[-1]
         t.trace[-1] = came.type if isinstance(came, Raised) else "no error"
         raise
-    t.trace[-1] = "refused"
 
 
 def refused(t, new, append, wrong, mentions, because, **kind):
