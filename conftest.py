@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils import course
+from utils import syllabus
 
 EXERCISES = "tests/test_exercises.py"
 
@@ -18,7 +18,7 @@ def pytest_xdist_make_scheduler(config, log):
             if file != EXERCISES:
                 return super()._split_scope(nodeid)
             name = test.partition("[")[2].rstrip("]").partition("-")[0]
-            lesson = course.lesson_of(name)
+            lesson = syllabus.lesson_of(name)
             return f"{file}::{lesson.slug if lesson else 'joints'}"
 
     if config.getvalue("dist") == "loadfile":

@@ -9,7 +9,7 @@ import sys
 import nbformat
 from nbclient import NotebookClient
 
-from utils import course
+from utils import syllabus
 
 NOT_A_LEARNERS = ("PYTEST_VERSION", "PYTEST_CURRENT_TEST", "COURSE_PARTS")
 
@@ -25,7 +25,7 @@ def copy_of_the_course(to, *, solutions=True):
     for name in ("utils", "my_transformer", "notebooks", "solutions"):
         if name != "solutions" or solutions:
             unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
-            shutil.copytree(course.ROOT / name, to / name, ignore=unwanted)
+            shutil.copytree(syllabus.ROOT / name, to / name, ignore=unwanted)
     return to
 
 
@@ -35,7 +35,7 @@ def run(cells, folder, **variables):
     cells: a dict of their texts. An error ends nothing: it is part of the output.
     """
     result = subprocess.run(
-        [sys.executable, course.ROOT / "tests" / "shell.py"],
+        [sys.executable, syllabus.ROOT / "tests" / "shell.py"],
         input=json.dumps(list(cells.values())),
         cwd=folder,
         env=environment(**variables),
@@ -72,7 +72,7 @@ def text_of(cell) -> str:
 
 
 def lesson_notebook(file: str, folder="notebooks"):
-    return nbformat.read(course.ROOT / folder / f"{file}.ipynb", as_version=4)
+    return nbformat.read(syllabus.ROOT / folder / f"{file}.ipynb", as_version=4)
 
 
 def code(made) -> list[str]:

@@ -18,12 +18,12 @@ import nbformat
 import pytest
 
 from tests.notebooks import code, copy_of_the_course, environment, lesson_notebook
-from utils import course
-from utils.report import COLOURS
+from utils import syllabus
+from utils.display import COLOURS
 
 pytestmark = pytest.mark.browser
 
-SCREENSHOTS = course.ROOT / "screenshots"
+SCREENSHOTS = syllabus.ROOT / "screenshots"
 SECONDS = 600  # for whatever is waited for: it ends at once when it has happened
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -107,7 +107,7 @@ def lab(copy, tmp_path_factory):
 
 def make_lab() -> list[str]:
     """The command behind `make lab`, with this Python."""
-    makefile = (course.ROOT / "Makefile").read_text(encoding="utf-8")
+    makefile = (syllabus.ROOT / "Makefile").read_text(encoding="utf-8")
     found = re.search(
         r"^\t\$\(BIN\)/python (-m jupyterlab .*)$", makefile, re.MULTILINE
     )

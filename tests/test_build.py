@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from utils import build, course
+from utils import build, syllabus
 from utils.build import BuildError, LessonSource, dumps, execute, notebook, stub
 
-LESSON = course.ROOT / "lessons" / "00_start.md"
+LESSON = syllabus.ROOT / "lessons" / "00_start.md"
 
 
 def test_built_files_match_their_sources():
@@ -25,7 +25,7 @@ def root(tmp_path, monkeypatch):
         "solutions/start.py",
         "utils/exercises/start.py",
     ):
-        shutil.copy(course.ROOT / file, tmp_path / file)
+        shutil.copy(syllabus.ROOT / file, tmp_path / file)
     monkeypatch.setattr(build, "ROOT", tmp_path)
     return tmp_path
 
@@ -147,10 +147,14 @@ def test_a_solution_notebook_is_run_again_only_after_a_change(monkeypatch):
     source = LessonSource(LESSON)
     made = notebook(source, solved=True)
     paths = {
-        p.relative_to(course.ROOT).as_posix() for p in build.depends_on(made, "start")
+        p.relative_to(syllabus.ROOT).as_posix() for p in build.depends_on(made, "start")
     }
-    assert {"utils/check.py", "utils/exercises/start.py", "utils/trial.py"} <= paths
-    assert "utils/build.py" not in paths
+    assert {
+        "utils/check/engine.py",
+        "utils/exercises/start.py",
+        "utils/check/case.py",
+    } <= paths
+    assert "utils/build/__init__.py" not in paths
     before = build.digest(made, "start")
     made.cells[0].source += "\n"
     assert build.digest(made, "start") != before

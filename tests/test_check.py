@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from solutions.start import softmax as reference
-from utils import course
+from utils import syllabus
 from utils.check import (
     _sentence,
     check,
@@ -19,11 +19,11 @@ from utils.check import (
     evaluate_joint,
     import_specifications,
 )
+from utils.check.case import LeftEarly, Trial, Unmet, alike, fresh
+from utils.check.exercise import Exercise, Joint
+from utils.check.time_limit import TimeUp, time_limit
 from utils.errors import CheckFailed, CourseError
-from utils.exercise import Exercise, Joint
-from utils.limits import TimeUp, time_limit
 from utils.probe import probe, probe_ids, strided
-from utils.trial import LeftEarly, Trial, Unmet, alike, fresh
 
 
 def softmax(scores, dim=-1):
@@ -383,7 +383,7 @@ class TestCheck:
             check(something_else)
 
     def test_without_solutions_the_answer_itself_goes_on(self, monkeypatch, capfd):
-        monkeypatch.setattr("utils.exercise.find_spec", lambda name: None)
+        monkeypatch.setattr("utils.check.exercise.find_spec", lambda name: None)
 
         def wrong(scores, dim=-1):
             return scores
@@ -397,7 +397,7 @@ class TestCommandLine:
     def run(*arguments):
         return subprocess.run(
             [sys.executable, "-m", "utils.check", *map(str, arguments)],
-            cwd=course.ROOT,
+            cwd=syllabus.ROOT,
             capture_output=True,
             text=True,
         )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils import build, course
+from utils import build, syllabus
 from utils.claims import ClaimError, claim, does_not_hold, holds, holds_if
 
 
@@ -38,7 +38,7 @@ def test_a_verdict_without_a_comparison_is_refused():
 
 
 def test_the_page_lists_every_claim_of_the_executed_notebooks():
-    page = (course.ROOT / "CLAIMS.md").read_text(encoding="utf-8")
+    page = (syllabus.ROOT / "CLAIMS.md").read_text(encoding="utf-8")
     for path in build.lesson_paths():
         text = path.read_text(encoding="utf-8")
         assert page.count(f"[{path.stem}]") >= text.count("\nclaim(")

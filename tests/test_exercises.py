@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from utils import build, course
-from utils.check import evaluate, evaluate_joint, import_specifications
-from utils.exercise import Exercise, Joint
+from utils import build, syllabus
+from utils.check import evaluate, evaluate_joint
+from utils.check.engine import import_specifications
+from utils.check.exercise import Exercise, Joint
 
 import_specifications()
 LESSONS = [build.LessonSource(path) for path in build.lesson_paths()]
@@ -44,7 +45,7 @@ def test_fault_is_rejected_under_its_own_name(name, fault):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stub_is_not_written_yet(name):
-    lesson = course.lesson_of(name)
+    lesson = syllabus.lesson_of(name)
     source = next(each for each in LESSONS if each.file == lesson.file)
     namespace = vars(__import__(f"solutions.{lesson.slug}", fromlist=["x"])).copy()
     exec(source.answers[name].stub, namespace)

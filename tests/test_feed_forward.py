@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from solutions import feed_forward as reference
 from solutions.multi_head import MultiHeadAttention
 from utils.check import evaluate, evaluate_joint
-from utils.exercise import Joint
+from utils.check.exercise import Joint
 from utils.probe import probe
 
 

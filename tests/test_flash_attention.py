@@ -15,15 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solutions import flash_attention as reference
 from solutions.attention import attention, causal_mask
-from utils import build, course, session
+from utils import build, session, syllabus
 from utils.check import CheckFailed, check, evaluate, evaluate_joint
+from utils.check.exercise import Joint
+from utils.check.triton_interpreter import OutsideTensor, strict
 from utils.cost import Cost, peak_bytes, saved_bytes
-from utils.exercise import Joint
 from utils.exercises import flash_attention as exercises
 from utils.exercises.flash_attention import blockwise, gradient_with, heads
 from utils.probe import probe, strided
 from utils.timing import fitted_exponent
-from utils.triton_strict import OutsideTensor, strict
 
 triton = reference.triton
 needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
@@ -337,7 +337,7 @@ def in_python(code, **environment):
     environment = {k: v for k, v in {**os.environ, **environment}.items() if v}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        cwd=course.ROOT,
+        cwd=syllabus.ROOT,
         env=environment,
         capture_output=True,
         text=True,
@@ -1696,7 +1696,7 @@ def test_the_gradient_has_no_gradient_of_its_own():
 
 
 def test_cells_that_differ_without_triton_are_not_compared():
-    source = build.LessonSource(course.ROOT / "lessons" / "11_flash_attention.md")
+    source = build.LessonSource(syllabus.ROOT / "lessons" / "11_flash_attention.md")
     for solved in (False, True):
         for cell in build.notebook(source, solved).cells:
             about = "triton is None" in cell.source or "check(flash_k" in cell.source

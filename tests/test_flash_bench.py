@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from utils import course, flash_bench
+from utils import flash_bench, syllabus
 from utils.flash_bench import METHODS, RECORDED, draw, label, recorded, select
 from utils.probe import probe
 
@@ -229,7 +229,7 @@ def test_the_recorded_table_is_a_gpus_or_empty_with_a_notice():
     if not found["rows"]:
         assert found["about"] is None
         assert "utils.flash_bench" in found["notice"]
-        assert RECORDED.relative_to(course.ROOT).as_posix() in found["notice"]
+        assert RECORDED.relative_to(syllabus.ROOT).as_posix() in found["notice"]
         return
     assert found["about"]["driver"] and found["about"]["capability"]
     assert not found["about"]["device"].startswith("CPU")

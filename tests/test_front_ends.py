@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tests.notebooks import bootstrap, copy_of_the_course, environment, run
-from utils import course
+from utils import syllabus
 
-ROOT = course.ROOT
+ROOT = syllabus.ROOT
 PINNED = dict(
     line.split("==")
     for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()

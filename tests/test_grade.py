@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.notebooks import environment, lesson_notebook
-from utils import build, course
+from utils import build, syllabus
 from utils.grade import rules, run, sandbox, tables
 from utils.grade.__main__ import main
 from utils.grade.run import Grades, Result, grade
@@ -112,7 +112,7 @@ HOSTILE = {
     "replaces the comparison": trick(
         SYS,
         """
-        trial = modules.get("utils.trial")
+        trial = modules.get("utils.check.case")
         for name in ("close", "agrees", "gradients_agree", "equal", "true", "raises"):
             if trial:
                 setattr(trial.Trial, name, lambda *a, **k: None)
@@ -129,7 +129,7 @@ setattr(modules["torch"], "softmax", lambda x, dim=-1, *a, **k: x * 1.0)
     "empties the requirements": trick(
         SYS,
         """
-        exercise = modules.get("utils.exercise")
+        exercise = modules.get("utils.check.exercise")
         if exercise:
             exercise.Exercise.registry["softmax"].requirements.clear()
         return x
@@ -171,7 +171,7 @@ setattr(modules["torch"], "softmax", lambda x, dim=-1, *a, **k: x * 1.0)
         + f"""
 import pathlib
 READ, found = "read_" + "text", {{}}
-run(getattr(pathlib.Path({str(course.ROOT)!r}, "solutions", "start.py"), READ)(), found)
+run(getattr(pathlib.Path({str(syllabus.ROOT)!r}, "solutions", "start.py"), READ)(), found)
 """,
         'return found["softmax"](x, dim)',
     ),
@@ -179,7 +179,7 @@ run(getattr(pathlib.Path({str(course.ROOT)!r}, "solutions", "start.py"), READ)()
     "reads the solution notebook": trick(
         f"""
 import json, pathlib
-path = pathlib.Path({str(course.ROOT)!r}, "solutions/00_start.ipynb")
+path = pathlib.Path({str(syllabus.ROOT)!r}, "solutions/00_start.ipynb")
 with path.open() as file:
     text = file.read()
 """
@@ -494,7 +494,7 @@ class Class:
 
 
 def exercises(file):
-    return next(each for each in course.lessons() if each.file == file).exercises
+    return next(each for each in syllabus.lessons() if each.file == file).exercises
 
 
 def broken_answer(file, name) -> str:
@@ -685,7 +685,7 @@ def test_a_learner_s_page_holds_the_feedback(graded):
 
 
 def test_the_table_aligns_wide_names():
-    lesson = course.lessons()[0]
+    lesson = syllabus.lessons()[0]
     results = [Result(n, lesson, "softmax", "passed") for n in ("名前", "a", "Zoë")]
     lines = tables.as_text(Grades(results, [], [])).splitlines()
     assert lines[2:] == [
@@ -776,10 +776,10 @@ def test_which_cell_is_the_answer():
     ],
 )
 def test_what_no_answer_needs_is_seen(source):
-    assert rules.broken(source, course.lessons()[0])
+    assert rules.broken(source, syllabus.lessons()[0])
 
 
-@pytest.mark.parametrize("lesson", course.lessons(), ids=lambda each: each.file)
+@pytest.mark.parametrize("lesson", syllabus.lessons(), ids=lambda each: each.file)
 def test_the_reference_needs_nothing_forbidden(lesson):
     for name, source in cells_of(lesson.file).items():
         if name in lesson.exercises:
@@ -798,7 +798,7 @@ def test_the_reference_needs_nothing_forbidden(lesson):
     ],
 )
 def test_what_an_answer_may_do(source):
-    assert rules.broken(source, course.lessons()[-1]) == []
+    assert rules.broken(source, syllabus.lessons()[-1]) == []
 
 
 @FORK
@@ -856,7 +856,7 @@ def test_without_fork_every_answer_has_a_python_of_its_own(tmp_path):
     out = tmp_path / "out"
     result = subprocess.run(
         [sys.executable, "-m", "utils.grade", folder, "--out", out, "--jobs", "2"],
-        cwd=course.ROOT,
+        cwd=syllabus.ROOT,
         env=environment(PYTHONPATH=str(tmp_path)),
         capture_output=True,
         text=True,

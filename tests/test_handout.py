@@ -17,9 +17,9 @@ from tests.notebooks import (
     run_in_kernel,
     text_of,
 )
-from utils import build, course, handout, parts
+from utils import build, handout, parts, syllabus
 from utils.check import check, check_joint, evaluate
-from utils.consequences import bound_by_cell
+from utils.error_hints import bound_by_cell
 from utils.errors import CheckFailed, CourseError, PartMissing
 
 RIGHT = "def softmax(scores, dim=-1):\n    return torch.softmax(scores, dim)"
@@ -56,7 +56,7 @@ def test_no_answer_is_in_it(folder):
     region = re.compile(rf"{build.BEGIN}\n(.*?){build.END}", re.DOTALL)
     answers = [
         lines_of_code(found)
-        for path in (course.ROOT / "solutions").glob("*.py")
+        for path in (syllabus.ROOT / "solutions").glob("*.py")
         for found in region.findall(path.read_text(encoding="utf-8"))
     ]
     answers = ["\n".join(each) for each in answers if len(each) >= 3]
@@ -127,9 +127,9 @@ def test_answers_in_the_working_folder_do_not_go_into_it(tmp_path):
     """Notebooks are built from their sources, whatever stands in `notebooks`."""
     copy = copy_of_the_course(tmp_path / "course")
     for name in ("lessons", "docs", ".github"):
-        shutil.copytree(course.ROOT / name, copy / name)
+        shutil.copytree(syllabus.ROOT / name, copy / name)
     for name in ("LICENSE", "Makefile", "requirements.txt"):
-        shutil.copy(course.ROOT / name, copy)
+        shutil.copy(syllabus.ROOT / name, copy)
     path = copy / "notebooks" / "00_start.ipynb"
     made = nbformat.read(path, as_version=4)
     made.cells[-1].source = "my_own_answer"
@@ -143,7 +143,7 @@ def test_answers_in_the_working_folder_do_not_go_into_it(tmp_path):
         text=True,
     )
     assert shown.returncode == 0, shown.stderr
-    assert f"{len(course.lessons())} lessons, no reference answers" in shown.stdout
+    assert f"{len(syllabus.lessons())} lessons, no reference answers" in shown.stdout
     assert (copy / "handout.zip").is_file()
     for path in (p for p in (copy / "handout").rglob("*") if p.is_file()):
         assert "my_own_answer" not in path.read_text(encoding="utf-8")
@@ -185,12 +185,13 @@ def test_right_answers_pass_without_the_reference_at_hand(folder):
     script = f"""
 import sys
 from importlib import import_module
-import utils.exercise
-from utils.check import evaluate, evaluate_joint, import_specifications
-from utils.exercise import Exercise, Joint
+import utils.check.exercise
+from utils.check import evaluate, evaluate_joint
+from utils.check.engine import import_specifications
+from utils.check.exercise import Exercise, Joint
 import_specifications()
-utils.exercise.find_spec = lambda name: None
-sys.path.append({str(course.ROOT)!r})
+utils.check.exercise.find_spec = lambda name: None
+sys.path.append({str(syllabus.ROOT)!r})
 reports = []
 for name, each in Exercise.registry.items():
     assert each.reference is None
@@ -207,7 +208,7 @@ print(len(reports))
 """
     result = python(script, folder)
     assert result.returncode == 0, result.stderr
-    count = sum(len(lesson.exercises) for lesson in course.lessons())
+    count = sum(len(lesson.exercises) for lesson in syllabus.lessons())
     assert re.fullmatch(r"\d+\n", result.stdout), result.stdout
     assert int(result.stdout) >= count
 
@@ -338,7 +339,7 @@ def test_names_of_a_cell_for_ipython_are_not_looked_for():
 
 def begun(folder) -> list[str]:
     shown = subprocess.run(
-        [sys.executable, "-S", "-m", "utils.begun"],  # -S: no package is needed
+        [sys.executable, "-S", "-m", "utils.attempted"],  # -S: no package is needed
         cwd=folder,
         env=environment(),
         capture_output=True,

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 import yaml
 
-from utils import course
+from utils import syllabus
 
-PAGE = (course.ROOT / "docs" / "instructors.md").read_text(encoding="utf-8")
+PAGE = (syllabus.ROOT / "docs" / "instructors.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.skipif(
     os.name == "nt" or shutil.which("awk") is None, reason="for a Unix shell"
 )
@@ -71,13 +71,13 @@ def test_the_link_opens_the_first_notebook(tmp_path):
     link = shell(block("urlencode"), tmp_path)
     assert link.startswith("https://hub.example.edu/hub/user-redirect/git-pull?repo=")
     assert link.endswith("lab%2Ftree%2FCOURSE%2Fnotebooks%2F00_start.ipynb\n")
-    assert (course.ROOT / "notebooks" / "00_start.ipynb").is_file()
+    assert (syllabus.ROOT / "notebooks" / "00_start.ipynb").is_file()
 
 
 def test_what_the_page_names_exists():
     for name in re.findall(r"`((?:\.github|docs|utils)/[\w./-]+)`", PAGE):
-        assert (course.ROOT / name).exists(), name
-    makefile = (course.ROOT / "Makefile").read_text(encoding="utf-8")
+        assert (syllabus.ROOT / name).exists(), name
+    makefile = (syllabus.ROOT / "Makefile").read_text(encoding="utf-8")
     for target in {*re.findall(r"`?make ([a-z-]+)", PAGE)} - {"grade"}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     headings = re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)

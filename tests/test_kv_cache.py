@@ -23,7 +23,7 @@ from solutions.kv_cache import (
 from solutions.multi_head import merge_heads, repeat_kv, split_heads
 from solutions.positions import rope
 from utils.check import evaluate, evaluate_joint
-from utils.exercise import Joint
+from utils.check.exercise import Joint
 from utils.exercises import kv_cache as spec
 from utils.probe import probe, probe_ids
 

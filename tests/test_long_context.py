@@ -12,8 +12,8 @@ from solutions.forward_pass import Block, Transformer, TransformerConfig
 from solutions.rnn_baseline import gradient_reach
 from utils import long_text
 from utils.check import evaluate, evaluate_joint
+from utils.check.exercise import Joint
 from utils.cost import Cost, peak_bytes, work
-from utils.exercise import Joint
 from utils.exercises.long_context import slow_chunked, slow_linear
 from utils.probe import probe, probe_ids
 

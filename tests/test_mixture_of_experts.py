@@ -12,7 +12,7 @@ from solutions import mixture_of_experts as reference
 from solutions.feed_forward import SwiGLU
 from solutions.forward_pass import Block, Transformer, TransformerConfig
 from utils.check import evaluate, evaluate_joint
-from utils.exercise import Joint
+from utils.check.exercise import Joint
 from utils.exercises.mixture_of_experts import slow_mixture
 from utils.probe import probe, probe_ids
 

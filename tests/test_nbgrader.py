@@ -12,7 +12,7 @@ import pytest
 
 from tests.notebooks import copy_of_the_course, environment, lesson_notebook
 from tests.test_grade import at, broken_answer, cells_of, hand_in
-from utils import course
+from utils import syllabus
 from utils.grade.run import grade
 
 pytest.importorskip("nbgrader")
@@ -52,7 +52,7 @@ def scores(tmp_path_factory):
     (folder / "nbgrader_config.py").write_text(settings)
     for file in LESSONS:
         (folder / "source" / file).mkdir(parents=True)
-        text = (course.ROOT / "solutions" / f"{file}.ipynb").read_text("utf-8")
+        text = (syllabus.ROOT / "solutions" / f"{file}.ipynb").read_text("utf-8")
         (folder / "source" / file / f"{file}.ipynb").write_text(text, "utf-8")
         nbgrader(folder, "generate_assignment", file, "--create")
         submit(folder, file)

@@ -19,17 +19,17 @@ from tests.notebooks import (
     lesson_notebook,
     run,
 )
-from utils import build, course
-from utils.check import import_specifications
+from utils import build, syllabus
+from utils.check.engine import import_specifications
+from utils.check.exercise import Exercise, Joint
+from utils.display import MARKS
 from utils.errors import CheckFailed
-from utils.exercise import Exercise, Joint
-from utils.report import MARKS
 
 import_specifications()
-LESSONS = [lesson.file for lesson in course.lessons()]
+LESSONS = [lesson.file for lesson in syllabus.lessons()]
 EXERCISES = [
     pytest.param(lesson, name, id=name)
-    for lesson in course.lessons()
+    for lesson in syllabus.lessons()
     for name in lesson.exercises
 ]
 
@@ -43,7 +43,7 @@ def test_a_learner_s_notebook_holds_no_output_and_no_answer(file):
     made = lesson_notebook(file)
     nbformat.validate(made)
     assert made.metadata.kernelspec.name == "python3"
-    answers = build.answers(course.ROOT / "solutions" / f"{file.split('_', 1)[1]}.py")
+    answers = build.answers(syllabus.ROOT / "solutions" / f"{file.split('_', 1)[1]}.py")
     for cell in made.cells:
         assert build.BEGIN not in cell.source
         assert build.END not in cell.source
@@ -172,7 +172,7 @@ def test_strict_nbval_is_red_on_an_unsolved_notebook_only():
     def nbval(path, **variables):
         return subprocess.run(
             [sys.executable, "-m", "pytest", "--nbval", "-q", *plugins, path],
-            cwd=course.ROOT,
+            cwd=syllabus.ROOT,
             env=environment(**variables),
             capture_output=True,
             text=True,
@@ -202,7 +202,7 @@ def test_parts_load_with_only_the_earlier_ones_present(tmp_path):
     """A learner who has solved lessons 00 to N−1 can import all that N asks for."""
     plan = [
         [lesson.slug, sorted(lesson.exercises), sorted(imported_parts(lesson.file))]
-        for lesson in course.lessons()
+        for lesson in syllabus.lessons()
     ]
     copy_of_the_course(tmp_path)
     script = f"""
@@ -233,13 +233,13 @@ for slug, exercises, wanted in {plan!r}:
 
 def test_lessons_import_parts_of_earlier_lessons_only():
     seen: set[str] = set()
-    for lesson in course.lessons():
+    for lesson in syllabus.lessons():
         assert imported_parts(lesson.file) <= seen, lesson.file
         seen |= set(lesson.exercises)
 
 
 def test_joints_and_exercises_belong_to_lessons_that_exist():
-    slugs = {lesson.slug for lesson in course.lessons()}
+    slugs = {lesson.slug for lesson in syllabus.lessons()}
     for task in (*Exercise.registry.values(), *Joint.registry.values()):
         assert task.lesson in slugs
 
@@ -247,7 +247,7 @@ def test_joints_and_exercises_belong_to_lessons_that_exist():
 def test_a_learner_who_solves_everything_owns_the_package(tmp_path):
     copy = copy_of_the_course(tmp_path / "course")
     cells = {}
-    for lesson in course.lessons():
+    for lesson in syllabus.lessons():
         cells[f"reset {lesson.slug}"] = "%reset -f"
         cells[f"start {lesson.slug}"] = bootstrap(lesson.file)
         solved = lesson_notebook(lesson.file, "solutions")
@@ -261,7 +261,7 @@ def test_a_learner_who_solves_everything_owns_the_package(tmp_path):
             assert "Saved in" in text, f"{key}: {text}"
         else:
             assert "the reference" not in text, text
-    names = [name for lesson in course.lessons() for name in lesson.exercises]
+    names = [name for lesson in syllabus.lessons() for name in lesson.exercises]
     os.rename(copy / "my_transformer", tmp_path / "my_transformer")
     alone = subprocess.run(
         [sys.executable, "-c", f"from my_transformer import {', '.join(names)}"],

@@ -11,7 +11,7 @@ from torch import nn
 from solutions import positions as reference
 from solutions.attention import attention
 from utils.check import evaluate, evaluate_joint
-from utils.exercise import Joint
+from utils.check.exercise import Joint
 from utils.explore import explore
 from utils.probe import probe
 

@@ -15,8 +15,9 @@ from solutions.forward_pass import Transformer, TransformerConfig, generate, sam
 from solutions.kv_cache import KVCache, cached_forward
 from solutions.tokenizer import BPETokenizer
 from tests.notebooks import environment
-from utils import chat, packed, real_model
+from utils import chat, real_model
 from utils.real_model import ModelProblem
+from utils.real_model import prepacked_linear as packed
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = TransformerConfig(23, 10, 2, 6, 2, 4, 14, 11)

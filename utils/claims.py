@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from utils import session
+from utils.display import box, show
 from utils.errors import CourseError
-from utils.report import box, show
 
 MIME = "application/vnd.course.claim+json"
 

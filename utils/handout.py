@@ -13,8 +13,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from utils import build, course
-from utils.check import reference_errors
+from utils import build, syllabus
+from utils.check.engine import reference_errors
 from utils.errors import CourseError
 
 # Of `utils`, what only those need who build, grade or hand out.
@@ -50,7 +50,7 @@ def learner_notebook(path: Path) -> str:
 
 def makefile() -> str:
     """The Makefile's rules for `make lab`, without those for building and testing."""
-    text = (course.ROOT / "Makefile").read_text(encoding="utf-8")
+    text = (syllabus.ROOT / "Makefile").read_text(encoding="utf-8")
     kept = [
         block
         for block in text.split("\n\n")
@@ -61,7 +61,7 @@ def makefile() -> str:
 
 def files() -> dict[str, bytes]:
     """Everything in the bundle by its path."""
-    root = course.ROOT
+    root = syllabus.ROOT
     found = {name: (root / name).read_bytes() for name in AS_IT_STANDS}
     for path in sorted((root / "utils").rglob("*.py")):
         inside = path.relative_to(root / "utils")
@@ -74,7 +74,9 @@ def files() -> dict[str, bytes]:
     found["README.md"] = readme.encode()
     found["Makefile"] = makefile().encode()
     found[".gitignore"] = IGNORED.encode()
-    found["utils/reference_errors.json"] = json.dumps(reference_errors()).encode()
+    found["utils/recorded/reference_errors.json"] = json.dumps(
+        reference_errors()
+    ).encode()
     return found
 
 

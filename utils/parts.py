@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from utils import course
+from utils import syllabus
 from utils.errors import PartMissing
 
-FOLDER = course.ROOT / "my_transformer"
+FOLDER = syllabus.ROOT / "my_transformer"
 PART = re.compile(r"^# part: (\w+)\n", re.MULTILINE)
 
 
@@ -50,9 +50,9 @@ def find(name: str):
     In a copy without reference answers, what is not written is a stand-in that says
     so when it is used.
     """
-    from utils.exercise import has_reference, reference_part
+    from utils.check.exercise import has_reference, reference_part
 
-    lesson = course.lesson_of(name)
+    lesson = syllabus.lesson_of(name)
     if lesson is None:
         raise AttributeError(f"`{name}` is no part of this course")
     reference = has_reference(lesson.slug)
@@ -83,7 +83,7 @@ class Missing(type):
 
 def missing(name: str) -> Missing:
     """What goes in the place of `name` until somebody writes it."""
-    lesson = course.lesson_of(name)
+    lesson = syllabus.lesson_of(name)
     where = f" (lesson {lesson.file})" if lesson else ""
     sentence = (
         f"`{name}` is not written yet{where}, and it is needed here.\n"
@@ -142,7 +142,7 @@ def _defined_in(path: Path) -> set[str]:
 
 def saved_names() -> set[str]:
     """Every part that the learner has saved."""
-    files = [FOLDER / f"{lesson.slug}.py" for lesson in course.lessons()]
+    files = [FOLDER / f"{lesson.slug}.py" for lesson in syllabus.lessons()]
     return set().union(*map(_defined_in, files))
 
 
@@ -167,7 +167,7 @@ def save(name: str, answer) -> list[str]:
 
     if session.lesson is None or session.solved or reference_wanted():
         return []
-    lesson = course.lesson_of(name)
+    lesson = syllabus.lesson_of(name)
     if lesson is None:
         return []
     if lesson.file != session.lesson:
@@ -375,7 +375,7 @@ def _imports_for(free, functions, blocks) -> dict[str, str]:
             )
             if "." in value.__name__ and short == name:
                 lines[name] = f"from {value.__name__.rpartition('.')[0]} import {name}"
-        elif course.lesson_of(getattr(value, "__name__", "")) is not None:
+        elif syllabus.lesson_of(getattr(value, "__name__", "")) is not None:
             lines[name] = _from_import("my_transformer", value.__name__, name)
         elif module not in (None, "__main__") and _is_at(module, value):
             lines[name] = _from_import(module, value.__name__, name)

@@ -2,7 +2,7 @@
 
 import os
 
-from utils.report import in_notebook
+from utils.display import in_notebook
 
 
 def progress(steps, label: str = ""):

@@ -31,11 +31,11 @@ def start(lesson_file: str, solved_notebook: bool = False) -> None:
 
     import torch
 
-    from utils import consequences, plots
+    from utils import error_hints, plots
 
     if "OMP_NUM_THREADS" not in os.environ:
         # The lessons' models are small. Threads that wait for each other slow them
         # down, by 20 times where other programs use the cores.
         torch.set_num_threads(1)
     plots.use_course_style()
-    consequences.explain_in_notebook()
+    error_hints.explain_in_notebook()

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.exercise import Exercise
+from utils.check.case import in_float64
+from utils.check.exercise import Exercise
 from utils.probe import probe, probe_ids, strided
-from utils.trial import in_float64
 
 weights = Exercise("attention_weights", lesson="attention")
 attend = Exercise("attention", lesson="attention")

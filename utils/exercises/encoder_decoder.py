@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from utils.exercise import Exercise, Joint
+from utils.check.exercise import Exercise, Joint
 from utils.exercises.forward_pass import (
     Holder,
     causal,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from utils.exercise import Exercise, Joint
+from utils.check.exercise import Exercise, Joint
 from utils.probe import probe, strided
 
 # Activations -----------------------------------------------------------------------

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from utils.check.case import Crashed, Explained, LeftOut, dtype
+from utils.check.exercise import Exercise, Joint
+from utils.check.triton_interpreter import OutsideTensor, strict
 from utils.cost import Cost, peak_bytes, saved_bytes
-from utils.exercise import Exercise, Joint
 from utils.probe import probe, strided
-from utils.trial import Crashed, Explained, LeftOut, dtype
-from utils.triton_strict import OutsideTensor, strict
 
 try:
     import triton

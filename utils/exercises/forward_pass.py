@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.exercise import Exercise, Joint
+from utils.check.case import Unmet
+from utils.check.exercise import Exercise, Joint
 from utils.probe import probe, probe_ids
-from utils.trial import Unmet
 
 # The oracle: a decoder as functions of a dictionary of weights ------------------------
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.exercise import Exercise, Joint
+from utils.check.case import Crashed, Explained, Raised, Unmet, describe
+from utils.check.exercise import Exercise, Joint
 from utils.exercises.forward_pass import (
     ANGLES,
     GPT2,
@@ -30,7 +31,6 @@ from utils.exercises.forward_pass import (
     whole_decoder,
 )
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Crashed, Explained, Raised, Unmet, describe
 
 # KVCache ------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ import math
 import torch
 import torch.nn.functional as F
 
+from utils.check.case import Explained, Unmet
+from utils.check.exercise import Exercise, Joint
 from utils.cost import work
-from utils.exercise import Exercise, Joint
 from utils.probe import probe, strided
-from utils.trial import Explained, Unmet
 
 window_mask = Exercise("sliding_window_mask", lesson="long_context")
 sinks = Exercise("sink_mask", lesson="long_context")

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.exercise import Exercise, Joint
+from utils.check.case import Crashed, Explained, Unmet
+from utils.check.exercise import Exercise, Joint
 from utils.exercises.forward_pass import (
     FIELDS,
     LLAMA,
@@ -30,7 +31,6 @@ from utils.exercises.forward_pass import (
     weights_for,
 )
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Crashed, Explained, Unmet
 
 routing = Exercise("top_k_routing", lesson="mixture_of_experts")
 layer = Exercise("MixtureOfExperts", lesson="mixture_of_experts")

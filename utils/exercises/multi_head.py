@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.exercise import Exercise, Joint
+from utils.check.case import Crashed
+from utils.check.exercise import Exercise, Joint
 from utils.probe import probe, strided
-from utils.trial import Crashed
 
 # Oracles, by slices and loops ---------------------------------------------------------
 

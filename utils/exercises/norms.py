@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.exercise import Exercise, Joint, reference_part
+from utils.check.case import Crashed, Unmet
+from utils.check.exercise import Exercise, Joint, reference_part
 from utils.probe import probe, strided
-from utils.trial import Crashed, Unmet
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import nn
 
-from utils.exercise import Exercise, Joint
+from utils.check.exercise import Exercise, Joint
 from utils.probe import probe, strided
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from utils.exercise import Exercise
+from utils.check.exercise import Exercise
 from utils.probe import probe, probe_ids, strided
 
 rnn_cell = Exercise("rnn_cell", lesson="rnn_baseline")

@@ -2,7 +2,7 @@
 
 import torch
 
-from utils.exercise import Exercise
+from utils.check.exercise import Exercise
 from utils.probe import probe, strided
 
 softmax = Exercise("softmax", lesson="start")

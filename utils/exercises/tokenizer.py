@@ -9,9 +9,9 @@ from itertools import accumulate, islice, pairwise
 import regex
 import torch
 
-from utils.exercise import Exercise
+from utils.check.case import Unmet, short
+from utils.check.exercise import Exercise
 from utils.probe import hashed
-from utils.trial import Unmet, short
 
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 END, MORE = "<|end|>", "<|end|><|more|>"

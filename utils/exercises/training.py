@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from utils.exercise import Exercise, Joint, reference_part
+from utils.check.case import Unmet, dtype, snapshot
+from utils.check.exercise import Exercise, Joint, reference_part
 from utils.probe import probe, probe_ids, strided
-from utils.trial import Unmet, dtype, snapshot
 
 cross_entropy = Exercise("cross_entropy", lesson="training")
 get_batch = Exercise("get_batch", lesson="training")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from utils import course
+from utils import syllabus
 from utils.grade import tables
 from utils.grade.run import grade
 
@@ -36,7 +36,7 @@ def main(arguments=None) -> int:
         print(f"{options.folder} is not a folder.", file=sys.stderr)
         return 2
     known = {
-        n for each in course.lessons() for n in (each.file, each.slug, each.number)
+        n for each in syllabus.lessons() for n in (each.file, each.slug, each.number)
     }
     for name in options.lesson:
         if name not in known:

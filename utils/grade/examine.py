@@ -10,10 +10,10 @@ import json
 import sys
 from types import FunctionType
 
-from utils.check import _attempt, _reference_trial, evaluate
-from utils.exercise import Exercise
+from utils.check.engine import _attempt, _reference_trial, evaluate
+from utils.check.exercise import Exercise
+from utils.check.time_limit import TimeUp, time_limit
 from utils.grade.namespace import Answer, load
-from utils.limits import TimeUp, time_limit
 
 CELL_SECONDS = 10
 KNOWN_WRONG = 3  # that must fail after an answer has passed

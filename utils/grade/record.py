@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from utils.check import _attempt, _reference_trial
+from utils.check.engine import _attempt, _reference_trial
 from utils.grade.replay import (
     Foreign,
     Script,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from utils import course
+from utils import syllabus
 from utils.grade import rules
 from utils.grade.namespace import Answer
 from utils.grade.server import Client, Gone
@@ -31,7 +31,7 @@ class Result:
     """
 
     learner: str
-    lesson: course.Lesson
+    lesson: syllabus.Lesson
     exercise: str
     status: str = MISSING
     fault: str = ""
@@ -226,7 +226,7 @@ def answer_of(lesson, name: str, cells: dict[str, str]) -> Answer:
     reference. The lesson's own exercises are the learner's, as in their notebook.
     """
     before = {}
-    for each in course.lessons():
+    for each in syllabus.lessons():
         if each.file == lesson.file:
             break
         before.update(dict.fromkeys(each.exercises, each.slug))
@@ -296,7 +296,7 @@ def _own_tool(node) -> bool:
 
 @cache
 def _notebook(folder: str, file: str) -> dict:
-    path = course.ROOT / folder / f"{file}.ipynb"
+    path = syllabus.ROOT / folder / f"{file}.ipynb"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -315,5 +315,5 @@ def solved(lesson) -> dict[str, str]:
 
 @cache
 def _module(slug: str) -> str:
-    path = course.ROOT / "solutions" / f"{slug}.py"
+    path = syllabus.ROOT / "solutions" / f"{slug}.py"
     return path.read_text(encoding="utf-8") if path.is_file() else ""

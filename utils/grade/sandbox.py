@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.course import ROOT
+from utils.syllabus import ROOT
 
 LINUX = sys.platform.startswith("linux")
 # macOS has fork too, but what torch computes with there does not survive it.

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from contextlib import suppress
 
-from utils import course
+from utils import syllabus
 from utils.grade import sandbox
 from utils.grade.sandbox import Ending
 
@@ -64,7 +64,7 @@ class Client:
             [sys.executable, "-m", MODULE, self.kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=course.ROOT,
+            cwd=syllabus.ROOT,
             env={**kept, **one_thread, **no_gpu},
         )
 
@@ -148,14 +148,14 @@ class Engine:
     """Holds the checks."""
 
     def __init__(self):
-        from utils.check import import_specifications
+        from utils.check.engine import import_specifications
 
         import_specifications()
         self.scripts = {}
         self.before = None
 
     def examine(self, answer) -> dict:
-        from utils.exercise import Exercise
+        from utils.check.exercise import Exercise
         from utils.grade import examine
 
         exercise = Exercise.registry[answer.name]
@@ -177,7 +177,7 @@ class Engine:
     def script(self, name) -> tuple[bytes, bytes]:
         """The calls that the checks of an exercise make, with their results and
         without."""
-        from utils.exercise import Exercise
+        from utils.check.exercise import Exercise
         from utils.grade import record
 
         script = record.script_of(Exercise.registry[name])
@@ -194,7 +194,7 @@ class Engine:
 
     def unmet(self, name, script: bytes, sent: bytes) -> list[str] | None:
         """The requirements that the results of a blind run do not meet."""
-        from utils.exercise import Exercise
+        from utils.check.exercise import Exercise
         from utils.grade import record, replay
 
         if name not in self.scripts:
@@ -239,7 +239,7 @@ class Blind:
 
 def _leave_the_course():
     """Where the file system shows the course, at least `import` does not find it."""
-    sys.path[:] = [each for each in sys.path if each and each != str(course.ROOT)]
+    sys.path[:] = [each for each in sys.path if each and each != str(syllabus.ROOT)]
     sys.modules["utils"].__path__ = []
 
 

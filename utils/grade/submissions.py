@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 
-from utils import course
+from utils import syllabus
 
 NOTEBOOK_BYTES = 25 << 20
 CODE_CHARACTERS = 2_000_000  # in all cells
@@ -28,7 +28,7 @@ class Submission:
     """
 
     learner: str
-    lesson: course.Lesson | None
+    lesson: syllabus.Lesson | None
     path: Path
     cells: dict[str, str] = field(default_factory=dict)
     problem: str = ""
@@ -94,7 +94,7 @@ def _learner(path: Path, folder: Path) -> str:
     if len(inside) > 1:
         return _clean(inside[0])
     name = path.stem
-    for lesson in course.lessons():
+    for lesson in syllabus.lessons():
         name = name.replace(lesson.file, "")
     name = re.sub(r"^[\s_\-.]+|[\s_\-.]+$", "", name)
     return _clean(name or folder.resolve().name)
@@ -108,7 +108,7 @@ def _clean(name: str) -> str:
 
 def read(path: Path, learner: str) -> Submission:
     """A notebook, with a sentence in `problem` if it is none."""
-    named = next((each for each in course.lessons() if each.file in path.stem), None)
+    named = next((each for each in syllabus.lessons() if each.file in path.stem), None)
     try:
         cells = _code_cells(path)
     except Unreadable as reason:
@@ -182,7 +182,7 @@ def _grade_id(cell) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _lesson(cells) -> course.Lesson | None:
+def _lesson(cells) -> syllabus.Lesson | None:
     """The lesson whose exercises the cells name most often."""
 
     def named(lesson):
@@ -192,12 +192,12 @@ def _lesson(cells) -> course.Lesson | None:
             for source, grade_id in cells
         )
 
-    best = max(course.lessons(), key=named, default=None)
+    best = max(syllabus.lessons(), key=named, default=None)
     if best is not None and named(best):
         return best
     started = "".join(source for source, _ in cells if "start(" in source)
     return next(
-        (each for each in course.lessons() if f'start("{each.file}"' in started), None
+        (each for each in syllabus.lessons() if f'start("{each.file}"' in started), None
     )
 
 

@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
-from utils import course
+from utils import syllabus
+from utils.display import box, code
 from utils.grade.run import ERROR, FAILED, MISSING, PASSED, TODO, Grades, Result
-from utils.report import box, code
 
 WORDS = {PASSED: "✓", TODO: "not written", MISSING: "missing"}
 BOX = {PASSED: "passed", FAILED: "failed", TODO: "todo", MISSING: "todo"}
@@ -37,7 +37,7 @@ def as_text(grades: Grades) -> str:
     """A table a lesson, learners by exercises, and the faults of the class."""
     pieces = []
     rows = _rows(grades)
-    for lesson in course.lessons():
+    for lesson in syllabus.lessons():
         table = [["", *lesson.exercises, "points"]]
         for (learner, file), results in rows.items():
             if file == lesson.file:
@@ -212,7 +212,7 @@ def class_page(grades: Grades) -> str:
     """All learners, with links to their pages, and the faults of the class."""
     rows = _rows(grades)
     body = []
-    for lesson in course.lessons():
+    for lesson in syllabus.lessons():
         lines = []
         for (learner, file), results in rows.items():
             if file == lesson.file:

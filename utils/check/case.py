@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from utils.elsewhere import Elsewhere, OnTheCPU
-from utils.limits import TimeUp
+from utils.check.devices import Elsewhere, OnTheCPU
+from utils.check.time_limit import TimeUp
 from utils.probe import probe, probe_ids
 
 # Rounding that any correct formula may show, in units of the dtype's epsilon.

@@ -4,20 +4,20 @@ import linecache
 import symtable
 import traceback
 
-from utils import course
+from utils import syllabus
+from utils.check.exercise import has_reference
 from utils.errors import PartMissing
-from utils.exercise import has_reference
 
 
 def explain_in_notebook() -> None:
     """From now on, show such errors as a sentence instead of a traceback."""
-    from utils.report import in_notebook
+    from utils.display import in_notebook
 
     if not in_notebook():
         return
     from IPython import get_ipython
 
-    lessons = course.lessons()
+    lessons = syllabus.lessons()
     whole = bool(lessons) and has_reference(lessons[0].slug)
     # Without reference answers, a cell that stops may break any cell below it.
     errors = (NameError, PartMissing) if whole else (Exception,)
@@ -38,7 +38,7 @@ class Explanations:
             self.last = str(error)
             self._owes(trace)
             lines = self.last.splitlines()
-        elif course.lesson_of(name) is not None:
+        elif syllabus.lesson_of(name) is not None:
             lines = [f"`{name}` is not defined yet: run its exercise cell first."]
         elif name in self.owed:
             self.last = self.owed[name]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from utils import packed
-from utils.packed import PackedLinear, pack_linears
+from utils.real_model import prepacked_linear as packed
+from utils.real_model.prepacked_linear import PackedLinear, pack_linears
 
 packing_pays = packed.packing_pays  # as it is without the fixture
 

@@ -19,12 +19,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from utils import course, parts, session
-from utils.errors import CheckFailed, CourseError
-from utils.exercise import Exercise, Fault, Joint
-from utils.limits import TimeUp, time_limit
-from utils.report import MARKS, box, show
-from utils.trial import (
+from utils import parts, session, syllabus
+from utils.check.case import (
     Crashed,
     Explained,
     LeftEarly,
@@ -35,10 +31,16 @@ from utils.trial import (
     a,
     alike,
 )
+from utils.check.exercise import Exercise, Fault, Joint
+from utils.check.time_limit import TimeUp, time_limit
+from utils.display import MARKS, box, show
+from utils.errors import CheckFailed, CourseError
 
 PRINTED_LINES = 6  # of what the answer printed, shown with a failure
 FRAMES = 3  # of a learner's traceback
-RECORDED = Path(__file__).with_name("reference_errors.json")  # in a handout
+RECORDED = (
+    Path(__file__).parent.parent / "recorded" / "reference_errors.json"
+)  # in a handout
 
 
 @dataclass(frozen=True)
@@ -478,8 +480,8 @@ def _printed(trial) -> list[str]:
 
 
 NOT_THEIRS = (
-    str(course.ROOT / "utils"),
-    str(course.ROOT / "solutions"),
+    str(syllabus.ROOT / "utils"),
+    str(syllabus.ROOT / "solutions"),
     str(Path(torch.__file__).parent),
     sys.prefix,
     sys.base_prefix,
@@ -522,18 +524,18 @@ def _one_line(error) -> str:
 @cache
 def import_specifications() -> None:
     """Register the exercises and joints of every lesson."""
-    for path in sorted((Path(__file__).parent / "exercises").glob("[a-z]*.py")):
+    for path in sorted((Path(__file__).parent.parent / "exercises").glob("[a-z]*.py")):
         import_module(f"utils.exercises.{path.stem}")
 
 
 def is_exercise(name) -> bool:
     """Is this the name of an exercise of the course?"""
-    return name in Exercise.registry or course.lesson_of(name) is not None
+    return name in Exercise.registry or syllabus.lesson_of(name) is not None
 
 
 def find_exercise(name: str) -> Exercise:
     """The exercise called `name`; a `CourseError` says what comes close."""
-    lesson = course.lesson_of(name)
+    lesson = syllabus.lesson_of(name)
     if lesson is not None:
         import_module(f"utils.exercises.{lesson.slug}")
     if name not in Exercise.registry:

@@ -23,12 +23,12 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from utils import course
+from utils import syllabus
+from utils.check.exercise import Exercise
 from utils.claims import MIME as CLAIM
 from utils.errors import CourseError
-from utils.exercise import Exercise
 
-ROOT = course.ROOT
+ROOT = syllabus.ROOT
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 MAP_BEGIN, MAP_END = "<!-- course map -->", "<!-- end of course map -->"
 CELL_SECONDS = 300
@@ -370,7 +370,7 @@ def digest(made, slug: str) -> str:
     for path in [*depends_on(made, slug), ROOT / "requirements.txt"]:
         state.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     if any("course_map" in cell.source for cell in made.cells):
-        for each in course.lessons():
+        for each in syllabus.lessons():
             state.update(repr(each).encode())
     return state.hexdigest()
 
@@ -396,7 +396,7 @@ def _imported(code: str) -> list[Path]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "my_transformer":
-            lessons = [course.lesson_of(alias.name) for alias in node.names]
+            lessons = [syllabus.lesson_of(alias.name) for alias in node.names]
             names += [f"solutions.{each.slug}" for each in lessons if each]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
@@ -432,7 +432,7 @@ def build(check: bool, only: list[str], force: bool) -> list[str]:
             check,
             changed,
         )
-    course.lessons.cache_clear()
+    syllabus.lessons.cache_clear()
     for source in sources:
         if not only or source.file in only or source.slug in only:
             _bring_up_to_date(source, check, force, changed)
@@ -531,7 +531,7 @@ def with_course_map(readme: str) -> str:
         f"| [{each.file}](notebooks/{each.file}.ipynb) | {each.title} | "
         f"{each.summary} | {', '.join(f'`{n}`' for n in each.exercises)} | "
         f"{each.minutes} |"
-        for each in course.lessons()
+        for each in syllabus.lessons()
     ]
     table = "\n".join(
         ["| | lesson | | you write | minutes |", "|---|---|---|---|---|", *rows]
