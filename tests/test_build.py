@@ -1,12 +1,26 @@
 """The builder: the same bytes every time, and no lesson that breaks a rule."""
 
+import json
 import re
 import shutil
 
+import nbformat
 import pytest
 
 from utils import build, syllabus
-from utils.build import BuildError, LessonSource, dumps, execute, notebook, stub
+from utils.build import (
+    BuildError,
+    LessonSource,
+    __main__,
+    depends_on,
+    digest,
+    dumps,
+    execute,
+    lesson_source,
+    notebook,
+    stub,
+)
+from utils.build.pages import syllabus_json, with_course_map
 
 LESSON = syllabus.ROOT / "lessons" / "00_start.md"
 
@@ -16,7 +30,7 @@ def test_built_files_match_their_sources():
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch):
+def root(tmp_path):
     """A course with one lesson that a test may damage."""
     for folder in ("lessons", "solutions", "utils/exercises"):
         (tmp_path / folder).mkdir(parents=True)
@@ -26,7 +40,6 @@ def root(tmp_path, monkeypatch):
         "utils/exercises/start.py",
     ):
         shutil.copy(syllabus.ROOT / file, tmp_path / file)
-    monkeypatch.setattr(build, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -87,6 +100,18 @@ def test_refuses(root, file, old, new, says):
         assert re.match(r"(lessons|solutions)/[\w.]+:", line)
 
 
+def test_refuses_a_fault_that_no_longer_edits_the_reference(monkeypatch):
+    class Faults:
+        @staticmethod
+        def problems(exercise):
+            yield f"utils/faults/start.py: {exercise.name}, no_scaling: gone"
+
+    monkeypatch.setattr(lesson_source, "find_spec", lambda name: name[-5:] == "fault")
+    monkeypatch.setattr(lesson_source, "import_module", lambda name: Faults)
+    with pytest.raises(BuildError, match=r"utils/faults/start.py: softmax, no_scaling"):
+        LessonSource(LESSON)
+
+
 def test_a_refusal_names_the_line(root):
     text = LESSON.read_text(encoding="utf-8")
     line = text[: text.index('```python exercise="softmax"')].count("\n") + 1
@@ -106,6 +131,20 @@ def test_a_stub_keeps_what_is_given():
         "        raise NotImplementedError\n\n"
         "    def g(self):\n        raise NotImplementedError\n"
     )
+
+
+def test_a_check_gets_its_exercise_s_name():
+    made = notebook(LessonSource(LESSON), solved=False)
+    (check,) = [c.source for c in made.cells if "check" in c.metadata.get("tags", [])]
+    assert check == 'softmax = check(softmax, "softmax")'
+
+
+def test_the_syllabus_lists_efforts_and_imports():
+    (start,) = json.loads(syllabus_json([LessonSource(LESSON)]))["lessons"]
+    assert start["file"] == "00_start"
+    assert start["exercises"] == {"softmax": {"difficulty": 1, "minutes": 8}}
+    assert "import torch" in start["imports"]
+    assert not [line for line in start["imports"] if "utils" in line]
 
 
 def test_the_same_bytes_every_time():
@@ -137,35 +176,68 @@ def test_a_failing_solution_notebook_is_named(root):
     source = LessonSource(path)
     made = notebook(source, solved=True)
     del made.cells[1:]
-    made.cells.append(build._code("raise ValueError('broken')", []))
+    made.cells.append(nbformat.v4.new_code_cell("raise ValueError('broken')"))
     (root / "utils" / "session.py").write_text("def start(*a, **k): pass\n")
     with pytest.raises(BuildError, match=r"(?s)solutions/00_start.*broken"):
-        execute(made, source.file)
+        execute(made, source.file, root)
 
 
-def test_a_solution_notebook_is_run_again_only_after_a_change(monkeypatch):
-    source = LessonSource(LESSON)
-    made = notebook(source, solved=True)
-    paths = {
-        p.relative_to(syllabus.ROOT).as_posix() for p in build.depends_on(made, "start")
+@pytest.fixture
+def course(tmp_path):
+    """A copy of what notebooks are run from, whose files a test may change."""
+    for folder in ("utils", "solutions"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.ipynb", "recorded")
+        shutil.copytree(syllabus.ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.copy(syllabus.ROOT / "requirements.txt", tmp_path)
+    return tmp_path
+
+
+def test_a_solution_notebook_depends_on_what_it_imports(course):
+    (path,) = (syllabus.ROOT / "lessons").glob("10_*.md")
+    made = notebook(LessonSource(path), solved=True)
+    (course / "utils" / "real_model" / "new.py").write_text("from ..cost import mib")
+    (course / "utils" / "cost.py").write_text("from . import graph")
+    init = course / "utils" / "real_model" / "__init__.py"
+    init.write_text("from utils.real_model import new")
+    names = {
+        path.relative_to(course).as_posix()
+        for path in depends_on(made, "kv_cache", course)
     }
     assert {
+        "solutions/forward_pass.py",
         "utils/check/engine.py",
-        "utils/exercises/start.py",
-        "utils/check/case.py",
-    } <= paths
-    assert "utils/build/__init__.py" not in paths
-    before = build.digest(made, "start")
+        "utils/cost.py",
+        "utils/exercises/kv_cache.py",
+        "utils/graph.py",
+        "utils/real_model/__init__.py",
+        "utils/real_model/new.py",
+    } <= names
+    unwanted = ("utils/build/", "utils/faults/", "utils/handout", "utils/grade/")
+    assert not [name for name in names if name.startswith(unwanted)]
+
+
+def test_a_solution_notebook_is_run_again_after_a_change_but_not_of_faults(course):
+    made = notebook(LessonSource(LESSON), solved=True)
+    before = digest(made, "start", course)
+    exercises = course / "utils" / "exercises" / "start.py"
+    exercises.write_text(exercises.read_text("utf-8") + "import utils.faults.start\n")
+    changed = digest(made, "start", course)
+    assert changed != before
+    faults = course / "utils" / "faults"
+    faults.mkdir(exist_ok=True)
+    for text in ("fault = 1", "fault = 2"):
+        (faults / "start.py").write_text(text)
+        assert digest(made, "start", course) == changed
     made.cells[0].source += "\n"
-    assert build.digest(made, "start") != before
+    assert digest(made, "start", course) != changed
 
 
 def test_a_readme_without_markers_is_refused():
     with pytest.raises(BuildError, match="course map"):
-        build.with_course_map("# A course\n")
+        with_course_map("# A course\n", [])
 
 
 def test_check_exits_with_one_on_a_difference(monkeypatch, capsys):
-    monkeypatch.setattr(build, "build", lambda *_: ["notebooks/00_start.ipynb"])
-    assert build.main(["--check"]) == 1
+    monkeypatch.setattr(__main__, "build", lambda *_: ["notebooks/00_start.ipynb"])
+    assert __main__.main(["--check"]) == 1
     assert "out of date: notebooks/00_start.ipynb" in capsys.readouterr().out

@@ -219,10 +219,11 @@ def exercise_cell(cells, name: str) -> str | None:
     ]
     if not wanted:
         return None
+    calls = f"{name} = check({name})", f'{name} = check({name}, "{name}")'
     checks = [
         at
         for at, (source, grade_id) in enumerate(cells)
-        if grade_id == f"check_{name}" or source.strip() == f"{name} = check({name})"
+        if grade_id == f"check_{name}" or source.strip() in calls
     ]
     above = [at for at in wanted if checks and at < checks[0]]
     # A cell that only carries the id, emptied or cut in two, yields to one that
