@@ -2,17 +2,11 @@
 
 from utils import parts
 from utils.display import bar, show
-from utils.errors import CourseError
 from utils.syllabus import lessons
 
 
 def course_map() -> None:
     """Show every lesson with its exercises, what is done, and what comes next."""
-    if not lessons():
-        raise CourseError(
-            "There is no lesson in notebooks/. Get them back with `git checkout "
-            "notebooks`, or build them with `make build`."
-        )
     done = set() if parts.reference_wanted() else parts.saved_names()
     text, rows, following = [], [], None
     for each in lessons():

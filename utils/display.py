@@ -1,5 +1,6 @@
 """How a result looks: plain text that never changes, and its HTML twin."""
 
+import sys
 from html import escape
 
 COLOURS = {
@@ -19,6 +20,16 @@ def show(text: str, html: str, **more) -> None:
         display({"text/plain": text, "text/html": html, **more}, raw=True)
     else:
         print(text)
+
+
+def any_encoding() -> None:
+    """From now on print `?` for a character that the output's encoding lacks.
+
+    Every command calls it first: redirected on Windows, output goes into a code page
+    that has no “✓”.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # a test's or a kernel's stream has no need
+        sys.stdout.reconfigure(errors="replace")
 
 
 def in_notebook() -> bool:

@@ -5,8 +5,8 @@ import symtable
 import traceback
 
 from utils import syllabus
-from utils.check.exercise import has_reference
 from utils.errors import PartMissing
+from utils.reference import has_reference
 
 
 def explain_in_notebook() -> None:
@@ -17,8 +17,7 @@ def explain_in_notebook() -> None:
         return
     from IPython import get_ipython
 
-    lessons = syllabus.lessons()
-    whole = bool(lessons) and has_reference(lessons[0].slug)
+    whole = has_reference(syllabus.lessons()[0].slug)
     # Without reference answers, a cell that stops may break any cell below it.
     errors = (NameError, PartMissing) if whole else (Exception,)
     explain = Explanations()

@@ -1,23 +1,34 @@
-"""Which lessons and exercises there are."""
+"""Which lessons and exercises there are, as `utils.build` found them in `lessons/`.
+
+Notebooks are not asked: learners edit, copy, rename and delete them.
+"""
 
 import json
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from utils.errors import CourseError
+
 ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "utils" / "syllabus.json"
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a notebook says of itself in its metadata."""
+    """One lesson, as its source describes it.
+
+    exercises: by name, in order, {"difficulty": 1 to 5, "minutes": …}.
+    imports: what its cells import, without the course's tools: a line per name, and
+        whole statements where `try` or `if` decides on an import.
+    """
 
     file: str  # "02_attention"
     title: str
     summary: str
     minutes: int
-    exercises: dict[str, dict]  # in order: name → {"difficulty": 1 to 5, "minutes": …}
+    exercises: dict[str, dict]
+    imports: list[str]
 
     @property
     def slug(self) -> str:
@@ -28,26 +39,44 @@ class Lesson:
     def number(self) -> str:
         return self.file.partition("_")[0]
 
+    @property
+    def notebook(self) -> Path:
+        """Where the learner's notebook lies, unless they have moved it."""
+        return ROOT / "notebooks" / f"{self.file}.ipynb"
+
 
 @cache
 def lessons() -> tuple[Lesson, ...]:
-    """Every lesson in `notebooks/`, in order; copies under other names are left out."""
-    found = []
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        if not re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem):
-            continue
-        try:
-            about = json.loads(path.read_text(encoding="utf-8"))["metadata"]["course"]
-            exercises = {each.pop("name"): each for each in about.pop("exercises")}
-            found.append(Lesson(path.stem, exercises=exercises, **about))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            print(
-                f"notebooks/{path.name} is damaged, so its lesson is left out. Get it "
-                "back with `git checkout`, or build it with `make build`."
-            )
-    return tuple(found)
+    """Every lesson, in order."""
+    try:
+        listed = json.loads(FILE.read_text(encoding="utf-8"))["lessons"]
+        return tuple(Lesson(**each) for each in listed)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CourseError(
+            f"{FILE} is missing or damaged ({type(error).__name__}). Take that file "
+            "from a fresh copy of the course."
+        ) from error
 
 
 def lesson_of(name: str) -> Lesson | None:
     """The lesson in which the exercise `name` is written."""
     return next((each for each in lessons() if name in each.exercises), None)
+
+
+def notebook_cells(lesson: Lesson) -> list[dict]:
+    """The cells of the learner's notebook; `CourseError` says how to get it back."""
+    place = f"notebooks/{lesson.file}.ipynb"
+    again = f"take {place} from a fresh copy of the course."
+    try:
+        cells = json.loads(lesson.notebook.read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            "".join(cell["source"])
+            dict(cell["metadata"])
+        return cells
+    except FileNotFoundError:
+        raise CourseError(f"{place} is not there. If you did not move it, {again}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CourseError(
+            f"{place} cannot be read ({type(error).__name__}). Give it another name, "
+            f"so that what you wrote in it is kept; then {again}"
+        ) from error
