@@ -1,4 +1,4 @@
-"""Your Transformer: what you wrote in the lessons, one module a lesson.
+"""Your Transformer: what you wrote in the lessons, one module per lesson.
 
 `from my_transformer import attention` gives your own `attention` once it has passed
 its check. Beside the course, the reference stands in for what you have not written.
@@ -14,7 +14,7 @@ from types import ModuleType
 def _own(name):
     """The part called `name` from the module that defines it."""
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
-        source = path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8", errors="replace")
         if re.search(rf"^# part: {name}$", source, re.MULTILINE):
             return getattr(import_module(f"{__name__}.{path.stem}"), name)
     raise AttributeError(f"`{name}` is not in {__name__}: its lesson is not passed yet")

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from tests.notebooks import bootstrap, copy_of_the_course, environment, run
-from utils import parts
-from utils.parts import NotSaved
+from utils import parts, session, syllabus
+from utils.parts import files, saving
+from utils.parts.saving import NotSaved
 
 START = bootstrap("00_start")
 NEXT = START.replace("00_start", "02_attention")
@@ -124,8 +125,8 @@ STEPS = {
         "def softmax(scores, dim=-1):\n    return torch.softmax(helper(scores), dim)"
     ),
     "check uses elsewhere": CHECK,
-    "tools": "from utils import plots",
     "uses tools": (
+        "from utils import plots\n\n"
         "def softmax(scores, dim=-1):\n"
         "    plots.BLUE\n"
         "    return torch.softmax(scores, dim)"
@@ -140,6 +141,13 @@ STEPS = {
     "right for damaged": RIGHT,
     "check damaged": CHECK,
     "damaged is kept": SHOW,
+    "Latin-1": "_ = f.write_bytes('# part: softmax\\nö = 1\\n'.encode('latin-1'))",
+    "check Latin-1": LATER + "\n" + RIGHT + CHECK,
+    "UTF-16": "_ = f.write_text('# part: softmax\\n', encoding='utf-16')",
+    "check UTF-16": LATER + "\n" + RIGHT + CHECK,
+    "BOM": "_ = f.write_text('# part: other\\nx = 1\\n', encoding='utf-8-sig')",
+    "check BOM": BETTER + "\n" + CHECK,
+    "BOM is gone": SHOW,
     "own lines": write("precious = 1\n# part: softmax\nsoftmax = 1 / 0\n"),
     "fails to load": LATER,
     "right for own lines": RIGHT,
@@ -250,6 +258,17 @@ def test_a_damaged_file_is_named_and_kept(shown):
     assert shown["own lines are kept"].startswith("precious")
 
 
+def test_every_encoding_is_read_or_named_and_a_right_answer_stays_right(shown):
+    for encoding in ("Latin-1", "UTF-16"):
+        text = shown[f"check {encoding}"]
+        assert "Traceback" not in text
+        assert "start.py is not saved as UTF-8" in text
+        assert "✓ softmax" in text and "Not saved" in text
+    assert "Saved in" in shown["check BOM"]
+    assert "# part: softmax" in shown["BOM is gone"]
+    assert "# part: other" in shown["BOM is gone"]
+
+
 def plain_python(code, folder):
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -292,25 +311,136 @@ def test_the_package_is_plain_python(shown, course, tmp_path):
     assert "attention_weights" in alone.stderr.splitlines()[-1]
 
 
-class TestBlock:
-    def block(self, name, source):
-        return parts._block(name, source)
+# One file ---------------------------------------------------------------------------
 
-    def test_decorators_and_comments_come_along(self):
-        block, imports, free = self.block(
+
+class TestExcerpt:
+    def test_decorators_comments_and_imports_come_along(self):
+        block, imports = saving._excerpt(
             "f", "import a\nimport b as c\n# why\n@c.x\ndef f(y: Z):\n    return y\n"
         )
         assert block.startswith("# why\n@c.x")
         assert imports == {"c": "import b as c"}
-        assert free == {"Z"}
 
     def test_a_name_that_the_cell_does_not_define(self):
         with pytest.raises(NotSaved):
-            self.block("g", "def f():\n    pass\n")
+            saving._excerpt("g", "def f():\n    pass\n")
 
-    def test_assigned_twice(self):
-        block, _, _ = self.block("f", "f = 1\nf = f + 1\n")
-        assert block == "f = 1\n\n\nf = f + 1"
+    def test_all_that_defines_or_changes_a_name(self):
+        source = "f = 1\nf += 1\nf.x = 2\ntry:\n    g = f\nexcept: pass\nh = g\n"
+        block, _ = saving._excerpt("h", source)
+        assert block.replace("\n\n\n", "\n") == source.strip()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A learner's `my_transformer`, and a notebook of lesson 02 that saves into it."""
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(files, "FOLDER", tmp_path)
+    monkeypatch.setattr(session, "lesson", "02_attention")
+    monkeypatch.setenv("COURSE_PARTS", "mine")
+    return tmp_path
+
+
+def save(name, source, monkeypatch, passes=None):
+    monkeypatch.setattr(saving, "_cell_of", lambda name, answer: source)
+    (line,) = parts.save(name, None, passes)
+    return line
+
+
+def test_names_come_from_the_lesson_the_cell_or_an_exercise(folder, monkeypatch):
+    source = (
+        "from math import tau\n\ndef attention(x):\n"
+        "    return nn.Linear, softmax, attention_weights, tau"
+    )
+    assert save("attention", source, monkeypatch).startswith("Saved")
+    assert (folder / "attention.py").read_text(encoding="utf-8").split('"""\n')[1] == (
+        "\nfrom math import tau\n\nfrom torch import nn\n\n"
+        "from my_transformer import attention_weights\n"
+        "from my_transformer import softmax\n\n\n"
+        "# part: attention\ndef attention(x):\n"
+        "    return nn.Linear, softmax, attention_weights, tau\n"
+    )
+    line = save("attention", "def attention(x):\n    return np.e", monkeypatch)
+    assert "it uses `np`, which another cell defines" in line
+
+
+def test_one_name_is_imported_once(folder, monkeypatch):
+    first = "from math import exp\n\ndef attention(x):\n    return exp"
+    other = "from torch import exp\n\ndef causal_mask(x):\n    return exp"
+    same = "from math import exp as exp\n\ndef causal_mask(x):\n    return exp"
+    assert save("attention", first, monkeypatch).startswith("Saved")
+    assert "under another name" in save("causal_mask", other, monkeypatch)
+    assert save("causal_mask", same, monkeypatch).startswith("Saved")
+
+
+def test_what_is_saved_passes_its_check_once_more(folder, monkeypatch):
+    source = "def attention(x):\n    return 2 * x"
+
+    def passes(candidate):
+        return None if candidate(1) == 1 else "not met: it is the identity"
+
+    line = save("attention", source, monkeypatch, passes)
+    assert "no longer passes (not met: it is the identity)" in line
+    assert [path.name for path in folder.iterdir()] == ["__init__.py"]
+    broken = "def attention(x):\n    return x\n\nattention.y = 1 / 0"
+    assert "fails (ZeroDivisionError" in save("attention", broken, monkeypatch)
+    assert save("attention", source.replace("2", "1"), monkeypatch, passes) == (
+        "Saved in `my_transformer/attention.py` for the lessons to come."
+    )
+
+
+def test_a_saved_kernel_loads_without_triton(folder, monkeypatch):
+    """The lesson's own `try: import triton` comes along, again and again."""
+    monkeypatch.setattr(session, "lesson", "11_flash_attention")
+    source = "def flash_kernel():\n    return triton, tl, math"
+    for _ in range(2):
+        assert save("flash_kernel", source, monkeypatch).startswith("Saved")
+    saved = (folder / "flash_attention.py").read_text(encoding="utf-8")
+    assert saved.count("except ImportError:\n    triton = tl = None") == 1
+    assert "environ" not in saved
+
+
+SLOW_NOTEBOOK = """
+import linecache, sys, time
+from pathlib import Path
+from utils import parts, session
+from utils.parts import files
+files.FOLDER, name = Path(sys.argv[1]), sys.argv[2]
+session.lesson = "02_attention"
+source = f"def {name}():\\n    return 1\\n"
+linecache.cache["cell"] = (len(source), None, source.splitlines(True), "cell")
+exec(compile(source, "cell", "exec"), globals())
+print(*parts.save(name, globals()[name], lambda candidate: time.sleep(0.3)))
+assert "utils.check" not in sys.modules
+"""
+
+
+def test_two_notebooks_that_save_at_once_lose_nothing(folder):
+    names = ["attention", "causal_mask", "padding_mask"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW_NOTEBOOK, folder, name],
+            cwd=syllabus.ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    ]
+    for each in started:
+        assert each.communicate()[0].startswith("Saved")
+        assert each.returncode == 0
+    assert files.part_names(folder / "attention.py") == set(names)
+
+
+def test_another_notebook_that_never_ends_saving_is_named(folder, monkeypatch):
+    monkeypatch.setattr(files, "WAIT_SECONDS", 0.1)
+    source = "def attention(x):\n    return x"
+    with files.one_at_a_time():
+        line = save("attention", source, monkeypatch)
+    assert "another notebook is saving" in line
+    assert save("attention", source, monkeypatch).startswith("Saved")
 
 
 def test_which_parts_are_wanted(monkeypatch):

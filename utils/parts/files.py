@@ -31,13 +31,12 @@ def text_of(path: Path) -> str:
     """The text of a file that is valid Python; "" if there is none."""
     try:
         text = decode_source(path.read_bytes())
-        ast.parse(text)
     except FileNotFoundError:
         return ""
-    except UnicodeDecodeError as error:
-        raise Unusable(
-            "is not saved as UTF-8 (an editor can save it in another encoding)"
-        ) from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise Unusable("is not saved as UTF-8, an editor may have done that") from error
+    try:
+        ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise Unusable(f"is no valid Python any more ({error})") from error
     return text
@@ -94,7 +93,7 @@ def _lock(file) -> None:
     end = time.monotonic() + WAIT_SECONDS
     while not _try_to_lock(file):
         if time.monotonic() > end:
-            raise TimeoutError(None, "another notebook is saving a part")
+            raise TimeoutError
         time.sleep(0.05)
 
 

@@ -45,6 +45,8 @@ def save(name: str, answer, passes: Callable | None = None) -> list[str]:
             f"Not saved for later lessons: {file} {problem}. Mend it or give it "
             "another name, then run this check again; it was left as it is."
         ]
+    except TimeoutError:
+        return ["Not saved: another notebook is saving a part. Run this check again."]
     except OSError as error:
         problem = f"{file} cannot be written ({error.strerror})."
         return [f"Not saved for later lessons: {problem}"]
@@ -151,8 +153,8 @@ def _bound_by(node) -> set[str]:
 
 def _bound_in(source: str) -> set[str]:
     """The names that a piece of code binds at its top level."""
-    table = symtable.symtable(source, "part", "exec")
-    return {s.get_name() for s in table.get_symbols() if s.is_assigned()}
+    symbols = symtable.symtable(source, "part", "exec").get_symbols()
+    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
 
 
 def _free_names(source: str) -> set[str]:
