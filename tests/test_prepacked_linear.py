@@ -1,4 +1,4 @@
-"""The packed linear layer: the same numbers as `nn.Linear`, whatever happens to it."""
+"""The prepacked linear layer: the numbers of `nn.Linear`, whatever happens to it."""
 
 import copy
 import io
@@ -7,23 +7,25 @@ import pytest
 import torch
 from torch import nn
 
-from utils.real_model import prepacked_linear as packed
-from utils.real_model.prepacked_linear import PackedLinear, pack_linears
+from utils.real_model import prepacked_linear
+from utils.real_model.prepacked_linear import PrepackedLinear, prepack_linears
 
-packing_pays = packed.packing_pays  # as it is without the fixture
+prepacking_pays = prepacked_linear.prepacking_pays  # as it is without the fixture
 
 
 @pytest.fixture(autouse=True)
 def always_pays(monkeypatch):
-    monkeypatch.setattr(packed, "packing_pays", lambda dtype, n_threads: True)
+    monkeypatch.setattr(
+        prepacked_linear, "prepacking_pays", lambda dtype, n_threads: True
+    )
 
 
 def made(d_in=10, d_out=48, bias=False):
-    """A packed layer whose weights are fixed, as the real model's are."""
+    """A prepacked layer whose weights are fixed, as the real model's are."""
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(d_in, d_out, bias=bias))
     layer.requires_grad_(False)
-    pack_linears(layer)
+    prepack_linears(layer)
     return layer[0]
 
 
@@ -34,7 +36,7 @@ def plain(layer, x):
 def agrees(layer, tolerance=1e-6):
     x = torch.randn(1, 1, layer.in_features, dtype=layer.weight.dtype)
     torch.testing.assert_close(layer(x), plain(layer, x), rtol=0, atol=tolerance)
-    return layer._packed is not None
+    return layer.prepacked is not None
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -46,7 +48,7 @@ def test_results_are_those_of_linear(shape, bias):
     x = torch.randn(shape)
     assert layer(x).shape == (*shape[:-1], 48)
     torch.testing.assert_close(layer(x), plain(layer, x))
-    assert (layer._packed is not None) == (0 < x.numel() <= 3 * 10)
+    assert (layer.prepacked is not None) == (0 < x.numel() <= 3 * 10)
 
 
 def test_rows_of_another_layout_are_read_right():
@@ -75,13 +77,13 @@ def test_is_still_the_linear_layer_with_its_names():
     layer = nn.Linear(10, 48)
     model = nn.Sequential(layer, nn.ReLU())
     names = list(model.state_dict())
-    pack_linears(model)
-    assert model[0] is layer and isinstance(layer, PackedLinear)
+    prepack_linears(model)
+    assert model[0] is layer and isinstance(layer, PrepackedLinear)
     model(torch.randn(1, 10))
     assert list(model.state_dict()) == names
 
 
-def test_changed_weights_are_packed_again():
+def test_changed_weights_are_prepacked_again():
     layer = made()
     assert agrees(layer)
     layer.weight[3] = 0
@@ -89,7 +91,7 @@ def test_changed_weights_are_packed_again():
     layer.weight = nn.Parameter(torch.randn(48, 10), requires_grad=False)
     assert agrees(layer)
     layer.double()
-    assert layer._packed is None
+    assert layer.prepacked is None
     assert agrees(layer)
     assert layer(torch.randn(1, 10).double()).dtype == torch.float64
 
@@ -110,23 +112,25 @@ def test_gradients_flow_where_the_weights_learn():
     x = torch.randn(1, 10, requires_grad=True)
     layer(x).sum().backward()
     torch.testing.assert_close(layer.weight.grad, x.detach().expand(48, -1))
-    assert layer._packed is None
+    assert layer.prepacked is None
     fixed = made()
     fixed(x).sum().backward()
     torch.testing.assert_close(x.grad, 2 * fixed.weight.sum(0, keepdim=True))
 
 
-def test_weights_of_inference_mode_are_not_packed():
+def test_weights_of_inference_mode_are_not_prepacked():
     with torch.inference_mode():
         layer = made()
         assert not agrees(layer)
 
 
-def test_where_it_is_slower_nothing_is_packed(monkeypatch):
-    monkeypatch.setattr(packed, "packing_pays", lambda dtype, n_threads: False)
+def test_where_it_is_slower_nothing_is_prepacked(monkeypatch):
+    monkeypatch.setattr(
+        prepacked_linear, "prepacking_pays", lambda dtype, n_threads: False
+    )
     assert not agrees(made())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whether_it_pays_is_tried(dtype):
-    assert packing_pays(dtype, torch.get_num_threads()) in (True, False)
+    assert prepacking_pays(dtype, torch.get_num_threads()) in (True, False)

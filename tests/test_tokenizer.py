@@ -187,12 +187,13 @@ def test_training_agrees_with_the_package_up_to_ties():
 
 
 def test_real_model_encodes_as_the_package_does():
-    """SmolLM2's own merges, if lesson 08 has put the model into the cache."""
+    """SmolLM2's own merges, if the real model is installed."""
     real_model = pytest.importorskip("utils.real_model")
     gguf = pytest.importorskip("gguf")
-    path = real_model.cache_folder() / real_model.FILE
-    if not path.is_file():
-        pytest.skip("the real model of lesson 08 is not in the cache of this machine")
+    try:
+        path = real_model.model_file()
+    except real_model.ModelProblem as problem:
+        pytest.skip(str(problem))
     fields = gguf.GGUFReader(path).fields
     tokens, pairs, kinds = (
         fields[f"tokenizer.ggml.{key}"].contents()

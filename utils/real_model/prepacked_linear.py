@@ -11,7 +11,7 @@ WIDTH = 24  # outputs in a block
 MOST_ROWS = 3  # from four on, PyTorch's product for many rows is as fast
 
 
-class PackedLinear(nn.Linear):
+class PrepackedLinear(nn.Linear):
     """`nn.Linear` with a second copy of its weights, for inputs of few rows.
 
     One row times a matrix uses each weight once, so nothing should limit it but reading
@@ -19,13 +19,13 @@ class PackedLinear(nn.Linear):
     EPYC, PyTorch 2.13, 1,536 outputs of 576 inputs: 11 GB/s by rows, as `nn.Linear` has
     them; 18 by columns; 27 in blocks of 24 outputs, where adding all weights up reaches
     29. Two cores: 11, 18 and 40 (a product of one row runs on one core, blocks are
-    shared out). Inference libraries call it packing.
+    shared out). Inference libraries call it prepacking.
 
     The copy is made when the first such input comes, and again when the weights have
     changed. What is changed through `weight.data` is not seen.
     """
 
-    _packed = None  # what it was packed from, and the blocks
+    prepacked = None  # or the weight, its version, and the blocks made from it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in_features) → (..., out_features)."""
@@ -47,47 +47,47 @@ class PackedLinear(nn.Linear):
             return False
         if w.device.type != "cpu" or w.is_inference():  # the latter counts no changes
             return False
-        return packing_pays(w.dtype, torch.get_num_threads())
+        return prepacking_pays(w.dtype, torch.get_num_threads())
 
     def _blocks(self):
         """The weights as (out_features / WIDTH, in_features, WIDTH)."""
         weight = self.weight
-        if self._packed is not None:
-            origin, version, blocks = self._packed
+        if self.prepacked is not None:
+            origin, version, blocks = self.prepacked
             if origin is weight and version == weight._version:
                 return blocks
-        blocks = _pack(weight.detach())
-        self._packed = weight, weight._version, blocks
+        blocks = _in_blocks(weight.detach())
+        self.prepacked = weight, weight._version, blocks
         return blocks
 
     def _apply(self, *args, **kwargs):  # another dtype or device
-        self._packed = None
+        self.prepacked = None
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self):  # a copy, or a file
-        return self.__dict__ | {"_packed": None}
+        return self.__dict__ | {"prepacked": None}
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Let every `nn.Linear` of the model be a `PackedLinear`; the objects stay."""
+def prepack_linears(model: nn.Module) -> None:
+    """Let every `nn.Linear` of the model be a `PrepackedLinear`; the objects stay."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = PackedLinear
+            module.__class__ = PrepackedLinear
 
 
-def _pack(weight):
+def _in_blocks(weight):
     return weight.unflatten(0, (-1, WIDTH)).mT.contiguous()
 
 
 @cache
-def packing_pays(dtype: torch.dtype, n_threads: int) -> bool:
+def prepacking_pays(dtype: torch.dtype, n_threads: int) -> bool:
     """Is it faster for this dtype, on this machine's threads? Tried once for each.
 
     The matrix has 14 million weights, more than a processor's cache holds.
     """
     row = torch.ones(1, 576, dtype=dtype)
     weight = row.expand(1024 * WIDTH, -1).contiguous()
-    rows, blocks = row.expand(1024, 1, -1), _pack(weight)
+    rows, blocks = row.expand(1024, 1, -1), _in_blocks(weight)
     products = {
         "blocks": lambda: torch.bmm(rows, blocks),
         "rows": lambda: nn.functional.linear(row, weight),
