@@ -15,7 +15,7 @@ CROSSING = ("copy_", "__getitem__", "__setitem__", "view_as", "reshape_as", "exp
 LISTED = ("tensor", "as_tensor")  # on the CPU if made of a list, even one of tensors
 
 
-class Elsewhere(TorchFunctionMode):
+class FakeDevice(TorchFunctionMode):
     """The inputs are said to be on an accelerator, what names no device on the CPU.
 
     A machine without an accelerator obeys `.cpu()` and `device="cpu"` in silence, and
@@ -33,12 +33,13 @@ class Elsewhere(TorchFunctionMode):
         if self.named:
             return (
                 'It names the CPU, with `.cpu()` or `device="cpu"`, and what is there '
-                "meets what is not, or comes back: pass `device=x.device`."
+                "meets what is not, or comes back: pass `device=x.device` (lesson 00, "
+                "conventions)."
             )
         return (
             "It creates a tensor without saying on which device: pass "
             "`device=x.device`, or use what takes it from another tensor, as "
-            "`torch.zeros_like` does."
+            "`torch.zeros_like` does (lesson 00, conventions)."
         )
 
     def on_the_cpu(self, value) -> bool:

@@ -1,43 +1,50 @@
 """What an exercise asks for: its requirements, and the faults that it can name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar
+
+from utils import syllabus
+from utils.check.fault import Fault
 
 
 @dataclass(frozen=True, eq=False)
 class Requirement:
-    """A sentence, and a check behind it: `test(answer, trial)` raises `Unmet`."""
+    """A sentence, and a check behind it: `test(answer, case)` raises `Unmet`."""
 
     sentence: str
     test: Callable
     hint: str
 
 
-@dataclass(frozen=True, eq=False)
-class Fault:
-    """A known mistake: a short name, a sentence for the learner, and its code."""
+class Exercise:
+    """One answer: the function or class `name` of `solutions/<lesson>.py`.
 
-    name: str
-    sentence: str
-    implementation: object
-
-
-class Task:
-    """Requirements of one thing, tried in the order in which they are added.
+    Its requirements are tried in the order in which they are added.
 
     seconds: how long an answer may take over all requirements.
     """
+
+    registry: ClassVar[dict[str, "Exercise"]] = {}
+    parts: ClassVar[dict[str, str] | None] = None
 
     def __init__(self, name: str, lesson: str, seconds: float = 10.0):
         self.name, self.lesson, self.seconds = name, lesson, seconds
         self.requirements: list[Requirement] = []
         self.faults: list[Fault] = []
+        Exercise.registry[name] = self
+
+    @property
+    def reference(self):
+        """The course's own answer, or None in a copy without solutions."""
+        return reference_answer(self.lesson, self.name)
 
     def requires(self, sentence: str, hint: str = ""):
-        """Decorates `test(answer, trial)`, the check behind `sentence`."""
+        """Decorates `test(answer, case)`, the check behind `sentence`."""
 
         def add(test):
             self.requirements.append(Requirement(sentence, test, hint))
@@ -45,55 +52,55 @@ class Task:
 
         return add
 
-    def fault(self, name: str, sentence: str, implementation=None):
-        """Adds a wrong answer under its name; decorates it if it is not given."""
+    def fault(self, name: str, sentence: str, *edits, edited: str | None = None):
+        """Adds a mistake under its name: edits of the reference, `(old, new)` each.
 
-        def add(implementation):
-            self.faults.append(Fault(name, sentence, implementation))
-            return implementation
+        Without edits it decorates the wrong answer itself.
+        """
+        if edits:
+            self.faults.append(Fault(name, sentence, edits, None, edited))
+            return None
 
-        return add if implementation is None else add(implementation)
+        def add(answer):
+            self.faults.append(Fault(name, sentence, (), answer, edited))
+            return answer
+
+        return add
+
+    def inherits(self, other: "Exercise", *names: str):
+        """The faults of what this exercise calls, for those who write it out again.
+
+        names: of the faults; all that are edits if none is given.
+        """
+        known = {fault.name for fault in self.faults}
+        for fault in other.faults:
+            wanted = fault.name in names if names else fault.name not in known
+            if fault.answer is None and wanted:
+                edited = fault.edited or other.name
+                self.faults.append(replace(fault, edited=edited))
 
 
-class Exercise(Task):
-    """One answer: the function or class `name` of `solutions/<lesson>.py`."""
+class IntegrationCheck(Exercise):
+    """Parts that must fit together: `test(parts, case)` gets them by name.
 
-    registry: ClassVar[dict[str, "Exercise"]] = {}
-
-    def __init__(self, name: str, lesson: str, seconds: float = 10.0):
-        super().__init__(name, lesson, seconds)
-        self.registry[name] = self
-
-    @property
-    def reference(self):
-        """The course's own answer, or None in a copy without solutions."""
-        return reference_part(self.lesson, self.name)
-
-
-class Joint(Task):
-    """Parts that must fit together: `test(parts, trial)` gets them by name.
-
-    parts: the names of the answers that meet, the lesson of each before or at
-    `lesson`. A fault's implementation is a dict that replaces some of them.
+    parts: the lesson of each answer that takes part, by the answer's name, each
+        before `lesson` or in it. A fault says with `edited` which of them it changes.
     """
-
-    registry: ClassVar[dict[str, "Joint"]] = {}
 
     def __init__(
         self, name: str, lesson: str, parts: dict[str, str], seconds: float = 10.0
     ):
         super().__init__(name, lesson, seconds)
         self.parts = parts
-        self.registry[name] = self
 
     @property
     def reference(self):
         """The reference of every part, by name."""
-        found = {n: reference_part(lesson, n) for n, lesson in self.parts.items()}
+        found = {n: reference_answer(lesson, n) for n, lesson in self.parts.items()}
         return None if None in found.values() else found
 
 
-def reference_part(lesson: str, name: str):
+def reference_answer(lesson: str, name: str):
     """`name` of `solutions/<lesson>.py`, or None where there are no solutions."""
     if not has_reference(lesson):
         return None
@@ -106,3 +113,38 @@ def has_reference(lesson: str) -> bool:
         return find_spec(f"solutions.{lesson}") is not None
     except ModuleNotFoundError:
         return False
+
+
+# Which exercises there are ------------------------------------------------------------
+
+ROOM = Path(__file__).parent.parent
+
+
+@cache
+def load_lesson(slug: str) -> None:
+    """Register the exercises of a lesson, and the faults of each."""
+    import_module(f"utils.exercises.{slug}")
+    if has_reference(slug):  # a handout has recorded results instead
+        import_module(f"utils.faults.{slug}")
+
+
+@cache
+def load_all() -> None:
+    """Register the exercises of every lesson."""
+    for path in sorted((ROOM / "exercises").glob("[a-z]*.py")):
+        load_lesson(path.stem)
+
+
+def is_exercise(name) -> bool:
+    """Is this the name of an exercise of the course?"""
+    return name in Exercise.registry or syllabus.lesson_of(name) is not None
+
+
+def find(name: str) -> Exercise | None:
+    """The exercise or integration check called `name`."""
+    lesson = syllabus.lesson_of(name)
+    if lesson is not None:
+        load_lesson(lesson.slug)
+    if name not in Exercise.registry:
+        load_all()
+    return Exercise.registry.get(name)

@@ -15,21 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from utils.check.case import Crashed, Explained, LeftOut, dtype
-from utils.check.exercise import Exercise, Joint
+from utils.check.errors import Crashed, Explained, Skipped
+from utils.check.wording import dtype
+from utils.check.exercise import Exercise, IntegrationCheck
 from utils.check.triton_interpreter import OutsideTensor, strict
 from utils.cost import Cost, peak_bytes, saved_bytes
 from utils.probe import probe, strided
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # there is none for Windows and macOS
-    triton = tl = None
-
-online = Exercise("online_softmax", lesson="flash_attention")
+online_softmax = Exercise("online_softmax", lesson="flash_attention")
 tiled = Exercise("flash_attention", lesson="flash_attention")
-function = Exercise("FlashAttention", lesson="flash_attention")
+FlashAttention = Exercise("FlashAttention", lesson="flash_attention")
 traffic = Exercise("hbm_bytes", lesson="flash_attention")
 kernel = Exercise("flash_kernel", lesson="flash_attention")
 
@@ -67,16 +62,16 @@ def heads(*lead, t_q, t_k, d_head, d_v=None, seed=0, dtype=torch.float32):
     )
 
 
-def sums(t, found, expected, what, given, relaxed=None):
+def sums(case, found, expected, what, given, relaxed=None):
     """`found` is right, and in the dtype of sums: float64 for float64, else float32."""
-    t.is_tensor(found, what)
+    case.is_tensor(found, what)
     wanted = torch.promote_types(given.dtype, torch.float32)
-    t.true(
+    case.true(
         found.dtype == wanted,
         f"{what} is {dtype(found)} for {dtype(given)} inputs, and should be "
         f"{str(wanted).removeprefix('torch.')}.",
     )
-    t.close(found, expected, what, tolerance=relaxed)
+    case.close(found, expected, what, tolerance=relaxed)
 
 
 # Online softmax -----------------------------------------------------------------------
@@ -104,18 +99,18 @@ class OneWay:
         return block
 
 
-def maximum_and_total(t, answer, blocks, given=None, relaxed=None):
+def maximum_and_total(case, answer, blocks, given=None, relaxed=None):
     """Call the answer, and compare both results with those of the whole row.
 
     relaxed: the tolerance of the total, where right formulas differ in rounding.
     """
-    found = t.call(answer, blocks if given is None else given)
+    found = case.call(answer, blocks if given is None else given)
     row = torch.cat(blocks, dim=-1).double()
     maximum = row.amax(dim=-1)
     shift = maximum.masked_fill(maximum.isinf(), 0)[..., None]
-    t.is_tuple(found, 2, "the result (maximum and total)")
-    sums(t, found[0], maximum, "the maximum", blocks[0])
-    sums(t, found[1], (row - shift).exp().sum(-1), "the total", blocks[0], relaxed)
+    case.is_tuple(found, 2, "the result (maximum and total)")
+    sums(case, found[0], maximum, "the maximum", blocks[0])
+    sums(case, found[1], (row - shift).exp().sum(-1), "the total", blocks[0], relaxed)
     return found
 
 
@@ -123,67 +118,67 @@ def in_blocks(x, *sizes):
     return list(x.split(sizes, dim=-1))
 
 
-@online.requires(
+@online_softmax.requires(
     "for one row in pieces: the largest score, and the sum of exp(score − largest)",
     "Do it on paper for the blocks [1, 3] and [2, 5]. The first block's sum was taken "
     "relative to 3. What must it be multiplied by when 5 comes?",
 )
-def _(answer, t):
+def _(answer, case):
     row = torch.tensor([0.5, -1.0, 2.0, 1.5, 3.0, -0.5, 2.5, 1.0])
-    maximum_and_total(t, answer, in_blocks(row, 3, 1, 4))
-    maximum_and_total(t, answer, in_blocks(row.flip(0), 2, 5, 1))
-    maximum_and_total(t, answer, [row])
-    maximum_and_total(t, answer, in_blocks(row - 7, 1, 1, 6))
+    maximum_and_total(case, answer, in_blocks(row, 3, 1, 4))
+    maximum_and_total(case, answer, in_blocks(row.flip(0), 2, 5, 1))
+    maximum_and_total(case, answer, [row])
+    maximum_and_total(case, answer, in_blocks(row - 7, 1, 1, 6))
 
 
-@online.requires(
+@online_softmax.requires(
     "dimensions in front are rows, each by itself",
     "The reduction is over the last dimension alone.",
 )
-def _(answer, t):
-    maximum_and_total(t, answer, in_blocks(probe(3, 10, seed=1), 4, 1, 5))
-    maximum_and_total(t, answer, in_blocks(probe(2, 3, 12, seed=2), 5, 5, 2))
-    maximum_and_total(t, answer, in_blocks(probe(1, 3, 1, 8, seed=2), 5, 1, 2))
+def _(answer, case):
+    maximum_and_total(case, answer, in_blocks(probe(3, 10, seed=1), 4, 1, 5))
+    maximum_and_total(case, answer, in_blocks(probe(2, 3, 12, seed=2), 5, 5, 2))
+    maximum_and_total(case, answer, in_blocks(probe(1, 3, 1, 8, seed=2), 5, 1, 2))
     ramp = probe(2, 3, 11, seed=3) + torch.arange(11) * torch.tensor(
         [[[1.0], [-1], [0]]]
     )
-    maximum_and_total(t, answer, in_blocks(ramp, 2, 2, 2, 2, 3))
+    maximum_and_total(case, answer, in_blocks(ramp, 2, 2, 2, 2, 3))
 
 
-@online.requires(
+@online_softmax.requires(
     "scores of ±10,000 give no overflow",
     "Every exponential needs the largest score so far subtracted, also the factor that "
     "corrects the old sum.",
 )
-def _(answer, t):
+def _(answer, case):
     x = probe(3, 9, seed=4, scale=3)
-    maximum_and_total(t, answer, in_blocks(x + 10_000, 4, 5), relaxed=0.01)
-    maximum_and_total(t, answer, in_blocks(x - 10_000, 2, 3, 4), relaxed=0.01)
+    maximum_and_total(case, answer, in_blocks(x + 10_000, 4, 5), relaxed=0.01)
+    maximum_and_total(case, answer, in_blocks(x - 10_000, 2, 3, 4), relaxed=0.01)
     steps = torch.tensor([-10_000.0, -1.0, 0.0, 90.0, 10_000.0]).repeat_interleave(2)
-    maximum_and_total(t, answer, in_blocks(steps, 2, 2, 2, 2, 2), relaxed=0.01)
-    maximum_and_total(t, answer, in_blocks(steps.flip(0), 3, 3, 4), relaxed=0.01)
+    maximum_and_total(case, answer, in_blocks(steps, 2, 2, 2, 2, 2), relaxed=0.01)
+    maximum_and_total(case, answer, in_blocks(steps.flip(0), 3, 3, 4), relaxed=0.01)
 
 
-@online.requires(
+@online_softmax.requires(
     "each block is read once, and none is kept",
     "`blocks` may be a generator: a second loop over it finds nothing, and whoever puts "
     "all blocks side by side has the whole row in memory again.",
 )
-def _(answer, t):
+def _(answer, case):
     blocks = in_blocks(probe(2, 40, seed=5), *[5] * 8)
-    maximum_and_total(t, answer, blocks)
+    maximum_and_total(case, answer, blocks)
     source = OneWay(blocks)
-    maximum_and_total(t, answer, blocks, given=source)
-    t.true(
+    maximum_and_total(case, answer, blocks, given=source)
+    case.true(
         source.most <= 3,
         f"{source.most} of 8 blocks were in memory at once. Two numbers a row are all "
         "that has to be kept between blocks.",
     )
     blocks = in_blocks(probe(2, 3000, seed=5), *[50] * 60)
     with Cost() as cost:
-        t.call(answer, OneWay(blocks))
+        case.call(answer, OneWay(blocks))
     row = 4 * 2 * 3000
-    t.true(
+    case.true(
         cost.peak_bytes < row // 2,
         f"For 60 blocks, {cost.peak_bytes:,} bytes of new tensors were alive at once; "
         f"one block has {row // 60:,}, the whole row {row:,}. Copies of blocks that are "
@@ -191,21 +186,21 @@ def _(answer, t):
     )
 
 
-@online.requires(
+@online_softmax.requires(
     "scores of −inf count nothing, and a row of nothing else gives −inf and 0",
     "What is −inf − (−inf)? Where the largest score so far is −inf, subtract something "
     "else.",
 )
-def _(answer, t):
+def _(answer, case):
     x = probe(4, 9, seed=6)
     x[0, :3] = -torch.inf  # the first block is hidden
     x[1, 3:7] = -torch.inf  # one in the middle
     x[2, 1::2] = -torch.inf
-    maximum_and_total(t, answer, in_blocks(x, 3, 4, 2))
+    maximum_and_total(case, answer, in_blocks(x, 3, 4, 2))
     x[3] = -torch.inf  # all of it
     x[0, :7] = -torch.inf
-    _, total = maximum_and_total(t, answer, in_blocks(x, 3, 4, 2))
-    t.true(
+    _, total = maximum_and_total(case, answer, in_blocks(x, 3, 4, 2))
+    case.true(
         total[3].item() == 0,
         f"The total of a row of nothing but −inf is {total[3].item():.3g}, and should be "
         "0 exactly.",
@@ -213,447 +208,48 @@ def _(answer, t):
     for least in (torch.tensor(-2e38), torch.tensor(-1e300, dtype=torch.float64)):
         low = torch.full((2, 5), -torch.inf, dtype=least.dtype)
         low[0, 1] = low[1, 4] = least
-        maximum_and_total(t, answer, in_blocks(low, 3, 2))
+        maximum_and_total(case, answer, in_blocks(low, 3, 2))
 
 
-@online.requires(
+@online_softmax.requires(
     "no block at all is a ValueError, whether a list or a generator is empty",
     "A generator cannot be asked whether it is empty. What has your loop left behind if "
     "it never ran?",
 )
-def _(answer, t):
-    t.raises(ValueError, answer, [], because="No block was handed over")
+def _(answer, case):
+    case.raises(ValueError, answer, [], because="No block was handed over")
     why = "No block came from a generator"
-    t.raises(ValueError, answer, OneWay([]), because=why)
+    case.raises(ValueError, answer, OneWay([]), because=why)
 
 
-@online.requires(
+@online_softmax.requires(
     "float64 stays float64; everything else is summed and returned in float32",
     "float16 has 11 bits: 2048 + 1 is 2048 in it. In which dtype is your sum?",
 )
-def _(answer, t):
-    maximum_and_total(t, answer, in_blocks(probe(3, 9, seed=7).double(), 4, 5))
+def _(answer, case):
+    maximum_and_total(case, answer, in_blocks(probe(3, 9, seed=7).double(), 4, 5))
     for half in (torch.float16, torch.bfloat16):
         flat = torch.zeros(2, 2800, dtype=half)
-        maximum_and_total(t, answer, in_blocks(flat, *[7] * 400))
+        maximum_and_total(case, answer, in_blocks(flat, *[7] * 400))
         x = probe(2, 12, seed=8, dtype=half)
-        maximum_and_total(t, answer, in_blocks(x, 5, 7))
+        maximum_and_total(case, answer, in_blocks(x, 5, 7))
     whole = torch.tensor([[3, -1, 0, 2, 5], [-4, -2, -7, -2, -3]])
-    maximum_and_total(t, answer, in_blocks(whole, 2, 3))
+    maximum_and_total(case, answer, in_blocks(whole, 2, 3))
 
 
-@online.requires("it creates nothing on another device")
-def _(answer, t):
-    t.any_device(answer, in_blocks(probe(2, 3, 12, seed=9), 5, 7))
-
-
-def running(
-    update, start=-torch.inf, high=torch.float32, finish=lambda m, total: (m, total)
-):
-    """A wrong answer from `update(maximum, total, block)` → the new two."""
-
-    def online_softmax(blocks):
-        maximum = None
-        for block in blocks:
-            if high is not None:
-                block = block.to(torch.promote_types(block.dtype, high))
-            if maximum is None:
-                total = torch.zeros_like(block[..., 0])
-                maximum = total + start
-            maximum, total = update(maximum, total, block)
-        if maximum is None:
-            raise ValueError("no block")
-        return finish(maximum, total)
-
-    return online_softmax
-
-
-def shift_of(maximum):
-    return maximum.masked_fill(maximum == -torch.inf, 0)
-
-
-def right_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    shift = shift_of(new)
-    total = total * (maximum - shift).exp() + (block - shift[..., None]).exp().sum(-1)
-    return new, total
-
-
-def careless_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    return new, total * (maximum - new).exp() + (block - new[..., None]).exp().sum(-1)
-
-
-def not_rescaled_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    return new, total + (block - shift_of(new)[..., None]).exp().sum(-1)
-
-
-def inverted_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    shift = shift_of(new)
-    factor = torch.where(maximum == -torch.inf, 0.0, (shift - maximum).exp())
-    return new, total * factor + (block - shift[..., None]).exp().sum(-1)
-
-
-def infinite_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    shift = shift_of(new)
-    return new, total * (shift - maximum).exp() + (block - shift[..., None]).exp().sum(
-        -1
-    )
-
-
-def infinite_terms_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    factor = (maximum - shift_of(new)).exp()
-    return new, total * factor + (block - maximum[..., None]).exp().sum(-1)
-
-
-def forgetful_step(maximum, total, block):
-    return maximum, right_step(maximum, total, block)[1]
-
-
-def mean_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    shift = shift_of(new)
-    part = (block - shift[..., None]).exp().mean(-1)
-    return new, total * (maximum - shift).exp() + part
-
-
-def softmax_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    part = torch.softmax(block, -1).sum(-1)
-    return new, total * (maximum - shift_of(new)).exp() + part
-
-
-def smallest_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amin(-1))
-    shift = shift_of(new)
-    total = total * (maximum - shift).exp() + (block - shift[..., None]).exp().sum(-1)
-    return new, total
-
-
-def whole_sum_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    shift = shift_of(new)
-    return new, total * (maximum - shift).exp() + (block - shift[..., None]).exp().sum()
-
-
-def last_maximum_step(maximum, total, block):
-    new = block.amax(-1)
-    shift = shift_of(new)
-    factor = torch.where(maximum == -torch.inf, 0.0, (maximum - shift).exp())
-    return new, total * factor + (block - shift[..., None]).exp().sum(-1)
-
-
-def both_rescaled_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    shift = shift_of(new)
-    part = (block - shift[..., None]).exp().sum(-1)
-    factor = (maximum - shift).exp()
-    return new, torch.where(total == 0, part, (total + part) * factor)
-
-
-def own_maximum_step(maximum, total, block):
-    own = block.amax(-1)
-    new = torch.maximum(maximum, own)
-    part = (block - shift_of(own)[..., None]).exp().sum(-1)
-    return new, total * (maximum - shift_of(new)).exp() + part
-
-
-def no_shift_step(maximum, total, block):
-    return torch.maximum(maximum, block.amax(-1)), total + block.exp().sum(-1)
-
-
-def one_maximum_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax().expand_as(maximum))
-    shift = shift_of(new)
-    return new, total * (maximum - shift).exp() + (block - shift[..., None]).exp().sum(
-        -1
-    )
-
-
-def old_shift_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    old = torch.where(maximum == -torch.inf, shift_of(new), maximum)
-    factor = (maximum - shift_of(new)).exp()
-    return new, total * factor + (block - old[..., None]).exp().sum(-1)
-
-
-def replaced_step(maximum, total, block):
-    new = torch.maximum(maximum, block.amax(-1))
-    return new, (block - shift_of(new)[..., None]).exp().sum(-1)
-
-
-online.fault(
-    "half_precision_sum",
-    "The sum is kept in half precision, where small terms vanish beside a large sum: "
-    "2048 + 1 is 2048 in float16. Sum in float32.",
-    running(right_step, high=None),
-)
-online.fault(
-    "hidden_first_block",
-    "The first block of a row is −inf throughout. Then the largest score so far is −inf "
-    "too, exp(−inf − (−inf)) is NaN, and a NaN never leaves a sum again.",
-    running(careless_step),
-)
-online.fault(
-    "starts_at_zero",
-    "The largest score starts at 0, so a row of negative scores seems to contain a 0. "
-    "What is the maximum of nothing?",
-    running(right_step, start=0.0),
-)
-online.fault(
-    "starts_at_a_finite_number",
-    "The largest score starts at a very negative number, which then stands for a row "
-    "that is −inf throughout. Only −inf is below everything.",
-    running(right_step, start=-1e9),
-)
-
-
-@online.fault(
-    "starts_at_the_least_number",
-    "The largest score starts at the dtype's least number, which then stands for a row "
-    "that is −inf throughout. Only −inf is below everything.",
-)
-def _(blocks):
-    return running(right_step, start=torch.finfo(torch.float32).min)(blocks)
-
-
-online.fault(
-    "not_rescaled",
-    "The sum so far is not corrected when a larger score comes: its terms are relative "
-    "to the old maximum, the new ones to the new.",
-    running(not_rescaled_step),
-)
-online.fault(
-    "rescaling_inverted",
-    "The sum so far is multiplied by exp(new − old) where exp(old − new) is right. A "
-    "larger maximum makes every old term smaller.",
-    running(inverted_step),
-)
-online.fault(
-    "infinite_rescaling",
-    "The sum so far is multiplied by exp(new − old) where exp(old − new) is right. At "
-    "first old is −∞, so that the factor is ∞, and ∞ · 0 is NaN.",
-    running(infinite_step),
-)
-online.fault(
-    "infinite_terms",
-    "The new terms are relative to the maximum before this block, which begins at −∞. "
-    "Update the maximum first, then take the exponentials.",
-    running(infinite_terms_step),
-)
-online.fault(
-    "maximum_not_updated",
-    "The maximum stays what it was at the start: replace it by the new one at the end of "
-    "each turn.",
-    running(forgetful_step),
-)
-online.fault(
-    "mean_for_sum",
-    "The terms of a block are averaged. Blocks differ in size: add them up.",
-    running(mean_step),
-)
-online.fault(
-    "softmax_of_each_block",
-    "Each block goes through a softmax of its own, so that its terms add up to 1, "
-    "whatever the other blocks hold. Take exp(score − maximum).",
-    running(softmax_step),
-)
-online.fault(
-    "smallest_score",
-    "The largest of each block's smallest scores is taken for the maximum.",
-    running(smallest_step),
-)
-online.fault(
-    "one_sum_for_all_rows",
-    "The terms of all rows are added up together. The sum runs over the last dimension.",
-    running(whole_sum_step),
-)
-online.fault(
-    "hidden_row_has_maximum_zero",
-    "A row of nothing but −∞ gives 0 as its maximum. The 0 is what to subtract there; "
-    "the maximum is −∞ still.",
-    running(right_step, finish=lambda m, total: (shift_of(m), total)),
-)
-online.fault(
-    "last_blocks_maximum",
-    "The maximum is that of the last block, not the largest of all so far.",
-    running(last_maximum_step),
-)
-online.fault(
-    "new_terms_rescaled_too",
-    "The new block's terms are multiplied by the factor as well. They are relative to "
-    "the new maximum already; only the old sum needs it.",
-    running(both_rescaled_step),
-)
-online.fault(
-    "each_block_by_its_own_maximum",
-    "A block's terms are relative to the block's own maximum. Where an earlier block "
-    "had a larger one, they must be relative to that.",
-    running(own_maximum_step),
-)
-online.fault(
-    "old_maximum_subtracted",
-    "The new terms are relative to the maximum before this block. Update the maximum "
-    "first, then take the exponentials.",
-    running(old_shift_step),
-)
-online.fault(
-    "earlier_blocks_dropped",
-    "The total is that of the last block alone.",
-    running(replaced_step),
-)
-online.fault(
-    "not_shifted",
-    "The total sums exp(score), not exp(score − maximum). At a score of 89 float32 "
-    "overflows.",
-    running(no_shift_step),
-)
-online.fault(
-    "shifted_at_the_end",
-    "The sum is taken of exp(score), and divided by exp(maximum) at the end. The same "
-    "in mathematics, but at a score of 89 it has overflowed by then.",
-    running(no_shift_step, finish=lambda m, total: (m, total * (-m).exp())),
-)
-online.fault(
-    "one_maximum_for_all_rows",
-    "One maximum is used for all rows. A row far below it loses all its terms; take "
-    "the maximum over the last dimension.",
-    running(one_maximum_step),
-)
-online.fault(
-    "logarithm_returned",
-    "The second result is the log-sum-exp. Return the sum itself, relative to the "
-    "maximum.",
-    running(right_step, finish=lambda m, total: (m, m + total.log())),
-)
-online.fault(
-    "logarithm_of_the_total",
-    "The second result is the logarithm of the sum. Return the sum itself.",
-    running(right_step, finish=lambda m, total: (m, total.log())),
-)
-online.fault(
-    "results_exchanged",
-    "The results are in the other order: the maximum comes first.",
-    running(right_step, finish=lambda m, total: (total, m)),
-)
-online.fault(
-    "total_alone",
-    "It returns the total alone. Without its maximum a total says nothing.",
-    running(right_step, finish=lambda m, total: total),
-)
-online.fault(
-    "float32_throughout",
-    "float64 comes in and float32 goes out. Only half precision is to be raised.",
-    running(
-        lambda m, total, block: right_step(m, total, block.float()),
-        finish=lambda m, total: (m.float(), total.float()),
-    ),
-)
-
-
-@online.fault(
-    "two_passes",
-    "The blocks are gone through twice, first for the maximum and then for the sum. "
-    "They come once; the second time there is nothing left.",
-)
-def _(blocks):
-    maximum = None
-    for block in blocks:
-        block = block.to(torch.promote_types(block.dtype, torch.float32))
-        own = block.amax(-1)
-        maximum = own if maximum is None else torch.maximum(maximum, own)
-    if maximum is None:
-        raise ValueError("no block")
-    total = torch.zeros_like(maximum)
-    for block in blocks:
-        total = total + (
-            block.to(total.dtype) - shift_of(maximum)[..., None]
-        ).exp().sum(-1)
-    return maximum, total
-
-
-@online.fault(
-    "all_blocks_kept",
-    "All blocks are put side by side first. That is right, and needs the whole row in "
-    "memory, which is what this is about to avoid.",
-)
-def _(blocks):
-    blocks = list(blocks)
-    if not blocks:
-        raise ValueError("no block")
-    row = torch.cat(blocks, dim=-1)
-    row = row.to(torch.promote_types(row.dtype, torch.float32))
-    maximum = row.amax(-1)
-    return maximum, (row - shift_of(maximum)[..., None]).exp().sum(-1)
-
-
-@online.fault(
-    "reduced_over_the_first_dimension",
-    "Maximum and sum run over the first dimension. The scores of a row lie in the last.",
-)
-def _(blocks):
-    return running(
-        lambda m, total, block: (
-            torch.maximum(m, block.amax(0)) if m.dim() else block.amax(0),
-            total + block.exp().sum(0),
-        )
-    )(blocks)
-
-
-@online.fault(
-    "no_block_unchecked",
-    "Without any block it does not raise a ValueError. An empty loop leaves its "
-    "variables as they were.",
-)
-def _(blocks):
-    blocks = list(blocks) if isinstance(blocks, list) else blocks
-    if isinstance(blocks, list) and not blocks:
-        return None
-    return running(right_step)(blocks)
-
-
-@online.fault(
-    "empty_generator_unchecked",
-    "An empty list is refused, an empty generator is not: it counts as true, and has no "
-    "length. Look after the loop whether a block came.",
-)
-def _(blocks):
-    if not blocks:
-        raise ValueError("no block")
-    try:
-        return running(right_step)(blocks)
-    except ValueError:
-        return None, None
-
-
-@online.fault(
-    "row_grows",
-    "Each block is joined to those before it. In the end that is the whole row in "
-    "memory, which is what this is about to avoid.",
-)
-def _(blocks):
-    row = None
-    for block in blocks:
-        block = block.to(torch.promote_types(block.dtype, torch.float32))
-        row = block if row is None else torch.cat([row, block], dim=-1)
-    if row is None:
-        raise ValueError("no block")
-    maximum = row.amax(-1)
-    return maximum, (row - shift_of(maximum)[..., None]).exp().sum(-1)
+@online_softmax.requires("it creates nothing on another device")
+def _(answer, case):
+    case.any_device(answer, in_blocks(probe(2, 3, 12, seed=9), 5, 7))
 
 
 # Attention in blocks ------------------------------------------------------------------
 
 
-def output_and_lse(t, answer, q, k, v, *args, relaxed=None, **kwargs):
+def output_and_lse(case, answer, q, k, v, *args, relaxed=None, **kwargs):
     """Call the answer, and compare both results with the whole matrix in float64."""
     return compared(
-        t,
-        t.call(answer, q, k, v, *args, **kwargs),
+        case,
+        case.call(answer, q, k, v, *args, **kwargs),
         q,
         k,
         v,
@@ -663,11 +259,11 @@ def output_and_lse(t, answer, q, k, v, *args, relaxed=None, **kwargs):
     )
 
 
-def compared(t, found, q, k, v, *args, relaxed=None, **kwargs):
-    t.is_tuple(found, 2, "the result (output and log-sum-exp)")
+def compared(case, found, q, k, v, *args, relaxed=None, **kwargs):
+    case.is_tuple(found, 2, "the result (output and log-sum-exp)")
     causal = args[0] if args else kwargs.get("causal", False)
     wide = [x.detach().double() for x in (q, k, v)]
-    t.close(
+    case.close(
         found[0],
         whole_attention(*wide, causal),
         "the output",
@@ -676,7 +272,7 @@ def compared(t, found, q, k, v, *args, relaxed=None, **kwargs):
     )
     expected = whole_lse(*wide[:2], causal)
     relaxed = None if relaxed is None else 100 * relaxed
-    sums(t, found[1], expected, "the log-sum-exp", q, relaxed)
+    sums(case, found[1], expected, "the log-sum-exp", q, relaxed)
     return found
 
 
@@ -687,9 +283,9 @@ def compared(t, found, q, k, v, *args, relaxed=None, **kwargs):
     "exponentials and a product with v. The log-sum-exp is log Σ exp(score), maximum "
     "included.",
 )
-def _(answer, t):
-    output_and_lse(t, answer, *heads(t_q=4, t_k=5, d_head=7, d_v=3))
-    output_and_lse(t, answer, *heads(t_q=6, t_k=2, d_head=3, d_v=5, seed=5))
+def _(answer, case):
+    output_and_lse(case, answer, *heads(t_q=4, t_k=5, d_head=7, d_v=3))
+    output_and_lse(case, answer, *heads(t_q=6, t_k=2, d_head=3, d_v=5, seed=5))
 
 
 @tiled.requires(
@@ -697,23 +293,23 @@ def _(answer, t):
     "Follow one query on paper through two blocks, the larger score in the second. "
     "Three things are carried along; which of them are relative to the old maximum?",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(t_q=4, t_k=12, d_head=7, d_v=3, seed=10)
     k = k * torch.linspace(0.2, 2, 12)[:, None]
-    output_and_lse(t, answer, q, k, v, block_q=4, block_k=4)
-    output_and_lse(t, answer, q, k.flip(0), v, block_q=4, block_k=3)
-    output_and_lse(t, answer, q, k, v, block_q=4, block_k=1)
+    output_and_lse(case, answer, q, k, v, block_q=4, block_k=4)
+    output_and_lse(case, answer, q, k.flip(0), v, block_q=4, block_k=3)
+    output_and_lse(case, answer, q, k, v, block_q=4, block_k=1)
 
 
 @tiled.requires(
     "several blocks of queries, too",
     "Each block of queries starts afresh, and its results go to its own rows.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(t_q=12, t_k=8, d_head=7, d_v=3, seed=20)
-    output_and_lse(t, answer, q, k, v, block_q=4, block_k=8)
-    output_and_lse(t, answer, q, k, v, block_q=3, block_k=4)
-    output_and_lse(t, answer, q, k, v, block_q=1, block_k=2)
+    output_and_lse(case, answer, q, k, v, block_q=4, block_k=8)
+    output_and_lse(case, answer, q, k, v, block_q=3, block_k=4)
+    output_and_lse(case, answer, q, k, v, block_q=1, block_k=2)
 
 
 @tiled.requires(
@@ -721,23 +317,23 @@ def _(answer, t):
     "The last block is shorter. If you fill it up, what is the weight of a key that "
     "does not exist?",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(t_q=11, t_k=13, d_head=7, d_v=3, seed=30)
-    output_and_lse(t, answer, q, k, v, block_q=4, block_k=5)
-    output_and_lse(t, answer, q, k, v, block_q=5, block_k=4)
-    output_and_lse(t, answer, q, k, v, block_q=100, block_k=3)
-    output_and_lse(t, answer, *heads(t_q=67, t_k=70, d_head=5, d_v=2, seed=35))
+    output_and_lse(case, answer, q, k, v, block_q=4, block_k=5)
+    output_and_lse(case, answer, q, k, v, block_q=5, block_k=4)
+    output_and_lse(case, answer, q, k, v, block_q=100, block_k=3)
+    output_and_lse(case, answer, *heads(t_q=67, t_k=70, d_head=5, d_v=2, seed=35))
 
 
 @tiled.requires(
     "batches and heads in front are each treated by themselves",
     "Two, three or four dimensions may come in, so count them from the end.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(3, t_q=5, t_k=7, d_head=4, d_v=6, seed=40)
-    output_and_lse(t, answer, q, k, v, block_q=2, block_k=3)
+    output_and_lse(case, answer, q, k, v, block_q=2, block_k=3)
     q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=45)
-    output_and_lse(t, answer, q, k, v, block_q=2, block_k=3)
+    output_and_lse(case, answer, q, k, v, block_q=2, block_k=3)
 
 
 @tiled.requires(
@@ -745,23 +341,23 @@ def _(answer, t):
     "Write down for one block which positions its queries have and which its keys: "
     "both start where the block starts, not at 0.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=9, t_k=9, d_head=4, d_v=6, seed=50)
-    output_and_lse(t, answer, q, k, v, True)
-    output_and_lse(t, answer, q, k, v, True, block_q=3, block_k=3)
-    output_and_lse(t, answer, q, k, v, causal=True, block_q=4, block_k=2)
-    output_and_lse(t, answer, q, k, v, True, block_q=2, block_k=5)
+    output_and_lse(case, answer, q, k, v, True)
+    output_and_lse(case, answer, q, k, v, True, block_q=3, block_k=3)
+    output_and_lse(case, answer, q, k, v, causal=True, block_q=4, block_k=2)
+    output_and_lse(case, answer, q, k, v, True, block_q=2, block_k=5)
 
 
 @tiled.requires(
     "causal with fewer queries than keys: the queries are the last positions",
     "The position of query i is i + T_k − T_q.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=5, t_k=11, d_head=4, d_v=6, seed=60)
-    output_and_lse(t, answer, q, k, v, True, block_q=2, block_k=3)
-    output_and_lse(t, answer, q, k, v, True, block_q=5, block_k=4)
-    output_and_lse(t, answer, q[..., :1, :], k, v, True, block_q=4, block_k=4)
+    output_and_lse(case, answer, q, k, v, True, block_q=2, block_k=3)
+    output_and_lse(case, answer, q, k, v, True, block_q=5, block_k=4)
+    output_and_lse(case, answer, q[..., :1, :], k, v, True, block_q=4, block_k=4)
 
 
 @tiled.requires(
@@ -769,29 +365,29 @@ def _(answer, t):
     "A row's sum is at least 1 if its largest score was subtracted. Is the start of "
     "your maximum below every score?",
 )
-def _(answer, t):
+def _(answer, case):
     for level in (10_000, -10_000, -20_000):
         q, k, v = heads(2, t_q=5, t_k=7, d_head=16, d_v=3, seed=70)
         q, k = q.round(), k.round()
         q[..., 0], k[..., 0] = 200.0, level / 50.0
-        output_and_lse(t, answer, q, k, v, block_q=3, block_k=2, relaxed=0.01)
-        output_and_lse(t, answer, q, k, v, True, block_q=3, block_k=2, relaxed=0.01)
+        output_and_lse(case, answer, q, k, v, block_q=3, block_k=2, relaxed=0.01)
+        output_and_lse(case, answer, q, k, v, True, block_q=3, block_k=2, relaxed=0.01)
 
 
 @tiled.requires(
     "it never holds more than a few blocks of scores",
     "Which of your tensors has both lengths in its shape? The mask counts too.",
 )
-def _(answer, t):
+def _(answer, case):
     t_k = 640
     q, k, v = heads(t_q=t_k, t_k=t_k, d_head=4, seed=80)
     for causal in (False, True):
         with Cost() as cost:
-            found = t.call(answer, q, k, v, causal, block_q=64, block_k=64)
+            found = case.call(answer, q, k, v, causal, block_q=64, block_k=64)
         peak = cost.peak_bytes
-        compared(t, found, q, k, v, causal)
+        compared(case, found, q, k, v, causal)
         limit = t_k * t_k  # a quarter of the matrix in float32, a mask of bytes whole
-        t.true(
+        case.true(
             peak < limit,
             f"At {t_k} queries and keys in blocks of 64 × 64, {peak:,} bytes of new "
             f"tensors were alive at once; the whole matrix has {4 * t_k * t_k:,}, one "
@@ -804,17 +400,17 @@ def _(answer, t):
     "A block whose first key lies after the block's last query has no weight at all. "
     "Where can the loop over the keys end?",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(t_q=160, t_k=160, d_head=4, seed=85)
     for t_q, hidden, blocks in ((160, 45, 100), (80, 10, 50)):
         rows, spent = q[-t_q:], []
         for causal in (False, True):
             with Cost() as cost:
-                found = t.call(answer, rows, k, v, causal, block_q=16, block_k=16)
+                found = case.call(answer, rows, k, v, causal, block_q=16, block_k=16)
             spent.append(cost.flops or cost.written)
-            compared(t, found, rows, k, v, causal)
+            compared(case, found, rows, k, v, causal)
         saved = 1 - spent[1] / spent[0]
-        t.true(
+        case.true(
             saved > 0.9 * hidden / blocks,
             f"{t_q} queries and 160 keys in blocks of 16 × 16: causal saves "
             f"{max(saved, 0):.0%} of the work; {hidden} of the {blocks} blocks are "
@@ -827,76 +423,78 @@ def _(answer, t):
     "log-sum-exp is float32",
     "Convert a block when it is fetched, and the output when it is finished.",
 )
-def _(answer, t):
+def _(answer, case):
     for half in (torch.float16, torch.bfloat16):
         q, k, v = heads(2, t_q=5, t_k=90, d_head=8, d_v=3, seed=90, dtype=half)
-        output_and_lse(t, answer, q, k, v, block_q=2, block_k=7)
-        output_and_lse(t, answer, q, k, v, True, block_q=4, block_k=16)
+        output_and_lse(case, answer, q, k, v, block_q=2, block_k=7)
+        output_and_lse(case, answer, q, k, v, True, block_q=4, block_k=16)
     q, k, v = heads(t_q=3, t_k=2500, d_head=8, seed=95, dtype=torch.float16)
-    output_and_lse(t, answer, 0.1 * q, k, v.abs(), block_q=3, block_k=10)
+    output_and_lse(case, answer, 0.1 * q, k, v.abs(), block_q=3, block_k=10)
     # The first value is large, and what each other block adds is lost beside it.
     q, k, v = heads(t_q=2, t_k=300, d_head=8, d_v=3, seed=96, dtype=torch.float16)
     v = torch.cat([v[:1] * 0 + 2000, v[1:] * 0 + 0.4])
-    output_and_lse(t, answer, q * 0, k, v, block_q=2, block_k=1)
+    output_and_lse(case, answer, q * 0, k, v, block_q=2, block_k=1)
     # Weights of e^−17.5, which is 0 in float16, of values of 60,000.
     k = torch.cat([k[:1] * 0, k[1:] * 0 - 3.5])
     v = torch.cat([v[:1] * 0, v[1:] * 0 + 60_000])
-    output_and_lse(t, answer, q * 0 + 1.767767, k, v, block_q=2, block_k=100)
+    output_and_lse(case, answer, q * 0 + 1.767767, k, v, block_q=2, block_k=100)
 
 
 @tiled.requires("float64, and memory that is not contiguous, work too")
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=100, dtype=torch.float64)
-    output_and_lse(t, answer, q, k, v, True, 2, 3, relaxed=1e-9)
+    output_and_lse(case, answer, q, k, v, True, 2, 3, relaxed=1e-9)
     q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=105)
-    output_and_lse(t, answer, strided(q), strided(k), strided(v), True, 2, 3)
+    output_and_lse(case, answer, strided(q), strided(k), strided(v), True, 2, 3)
     q, k, v = (x.transpose(1, 2) for x in heads(2, 5, t_q=3, t_k=3, d_head=4, seed=106))
-    output_and_lse(t, answer, q, k, v, False, 2, 3)
+    output_and_lse(case, answer, q, k, v, False, 2, 3)
 
 
 @tiled.requires(
     "what does not fit is a ValueError that names the numbers",
     "Compare the shapes first: a wrong number of heads may broadcast without a word.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=5, t_k=4, d_head=8, seed=110)
     why = "causal, with 5 queries and 4 keys"
-    t.raises(ValueError, answer, q, k, v, True, mentions=(5, 4), because=why)
+    case.raises(ValueError, answer, q, k, v, True, mentions=(5, 4), because=why)
     for n, m in ((0, 7), (7, 0), (-3, 7)):
         why = f"blocks of {n} × {m}"
         bad = min(n, m)
-        t.raises(ValueError, answer, q, k, v, False, n, m, mentions=[bad], because=why)
+        case.raises(
+            ValueError, answer, q, k, v, False, n, m, mentions=[bad], because=why
+        )
     why = "3 heads of queries and 1 of keys and values"
     few = (q, k[:, :1], v[:, :1])
-    t.raises(ValueError, answer, *few, mentions=(3, 1), because=why)
+    case.raises(ValueError, answer, *few, mentions=(3, 1), because=why)
     why = "3 heads of queries and keys and 1 of values"
-    t.raises(ValueError, answer, q, k, v[:, :1], mentions=(3, 1), because=why)
+    case.raises(ValueError, answer, q, k, v[:, :1], mentions=(3, 1), because=why)
     why = "queries with a dimension for batches, keys and values without"
-    t.raises(ValueError, answer, q, k[0], v[0], because=why)
+    case.raises(ValueError, answer, q, k[0], v[0], because=why)
     why = "4 keys and 3 values"
-    t.raises(ValueError, answer, q, k, v[:, :, 1:], mentions=(4, 3), because=why)
+    case.raises(ValueError, answer, q, k, v[:, :, 1:], mentions=(4, 3), because=why)
     why = "queries of width 8 and keys of width 6"
-    t.raises(ValueError, answer, q, k[..., :6], v, mentions=(8, 6), because=why)
+    case.raises(ValueError, answer, q, k[..., :6], v, mentions=(8, 6), because=why)
 
 
 @tiled.requires(
     "without any key the output is zeros and the log-sum-exp −inf",
     "0/0 is NaN. How small can the sum of a query be that has seen a key?",
 )
-def _(answer, t):
+def _(answer, case):
     for kind in (torch.float32, torch.float16, torch.float64):
         q, k, v = heads(2, t_q=3, t_k=0, d_head=8, d_v=5, seed=115, dtype=kind)
-        found = t.call(answer, q, k, v)
-        t.is_tuple(found, 2, "the result (output and log-sum-exp)")
-        t.close(found[0], torch.zeros(2, 3, 5), "the output", like=q)
-        sums(t, found[1], torch.full((2, 3), -torch.inf), "the log-sum-exp", q)
+        found = case.call(answer, q, k, v)
+        case.is_tuple(found, 2, "the result (output and log-sum-exp)")
+        case.close(found[0], torch.zeros(2, 3, 5), "the output", like=q)
+        sums(case, found[1], torch.full((2, 3), -torch.inf), "the log-sum-exp", q)
 
 
 @tiled.requires("it creates nothing on another device")
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=120)
-    t.any_device(lambda *args: answer(*args)[0], q, k, v, False, 2, 3)
-    t.any_device(lambda *args: answer(*args)[1], q, k, v, True, 2, 3)
+    case.any_device(lambda *args: answer(*args)[0], q, k, v, False, 2, 3)
+    case.any_device(lambda *args: answer(*args)[1], q, k, v, True, 2, 3)
 
 
 def positions_seen(t_q, t_k, rows, keys, how):
@@ -1018,24 +616,6 @@ def blockwise(**change):
         )
 
     return flash_attention
-
-
-def matrix_at_once(q, k, v, causal=False, block_q=64, block_k=64):
-    blockwise(high=torch.float32)  # the same errors
-    (*batch, t_q, d), t_k = q.shape, k.shape[-2]
-    if k.shape != (*batch, t_k, d) or v.shape[:-1] != (*batch, t_k):
-        raise ValueError(f"{tuple(q.shape)} {tuple(k.shape)} {tuple(v.shape)}")
-    if causal and t_q > t_k:
-        raise ValueError(f"{t_q} queries, {t_k} keys")
-    if min(block_q, block_k) < 1:
-        raise ValueError(f"blocks of {block_q} × {block_k}")
-    high = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(high) @ k.to(high).mT / math.sqrt(d)
-    if causal:
-        seen = torch.ones(t_q, t_k, dtype=torch.bool, device=q.device).tril(t_k - t_q)
-        scores = scores.masked_fill(~seen, -torch.inf)
-    out = torch.softmax(scores, -1) @ v.to(high)
-    return out.to(q.dtype), torch.logsumexp(scores, -1)
 
 
 TILED_FAULTS = [  # those that show late come first
@@ -1363,26 +943,6 @@ TILED_FAULTS = [  # those that show late come first
         {"finish": lambda out, lse: (lse, out)},
     ),
 ]
-tiled.fault(
-    "whole_matrix",
-    "The results are right, but the whole matrix of scores, or a mask of its size, is "
-    "in memory at once. Fetch a block of keys, use it, and let it go.",
-    matrix_at_once,
-)
-
-
-@tiled.fault(
-    "whole_mask",
-    "The scores come in blocks, but the mask is made whole: one byte for each pair of "
-    "query and key is still quadratic. Make the mask of the block at hand.",
-)
-def _(q, k, v, causal=False, block_q=64, block_k=64):
-    held = None
-    if causal and q.shape[-2] <= k.shape[-2]:
-        held = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-    result = blockwise()(q, k, v, causal, block_q, block_k)
-    del held
-    return result
 
 
 for name, sentence, change in TILED_FAULTS:
@@ -1402,7 +962,7 @@ def applied(answer):
     return apply
 
 
-def all_gradients(t, answer, q, k, v, *more, of="qkv", same_sign=False):
+def all_gradients(case, answer, q, k, v, *more, of="qkv", same_sign=False):
     """Compare the gradients of q, k and v, or of some of them.
 
     The backward pass runs inside a call, so that what it raises is recorded.
@@ -1412,7 +972,7 @@ def all_gradients(t, answer, q, k, v, *more, of="qkv", same_sign=False):
         leaves = dict(zip("qkv", given, strict=True))
         wanted = [leaves[name].requires_grad_() for name in of]
         output = apply(*given, *more)
-        t.is_tensor(output)
+        case.is_tensor(output)
         if not output.requires_grad:
             raise Explained(
                 "No gradient flows through it: `FlashAttention` must be a "
@@ -1442,86 +1002,86 @@ def all_gradients(t, answer, q, k, v, *more, of="qkv", same_sign=False):
         return gradients(answer.apply, q, k, v)
 
     backward.__name__ = "the backward pass of FlashAttention.apply"
-    actual = t.call(backward, q, k, v)
+    actual = case.call(backward, q, k, v)
     truth = gradients(whole_attention, *(x.detach().double() for x in (q, k, v)))
     for name, ours, expected in zip(of, actual, truth, strict=True):
-        t.close(ours, expected, f"the gradient of `{name}`")
+        case.close(ours, expected, f"the gradient of `{name}`")
 
 
-@function.requires(
+@FlashAttention.requires(
     "forward gives the output of flash_attention, and nothing else",
     "`flash_attention` returns two things; hand on the first and keep both.",
 )
-def _(answer, t):
+def _(answer, case):
     apply = applied(answer)
     q, k, v = heads(2, t_q=4, t_k=5, d_head=7, d_v=3)
-    t.agrees(apply, whole_attention, q, k, v)
+    case.agrees(apply, whole_attention, q, k, v)
     q, k, v = heads(2, 3, t_q=5, t_k=9, d_head=4, d_v=6, seed=5)
-    t.agrees(apply, whole_attention, q, k, v, True)
-    t.agrees(apply, whole_attention, q, k, v, True, 2, 3)
+    case.agrees(apply, whole_attention, q, k, v, True)
+    case.agrees(apply, whole_attention, q, k, v, True, 2, 3)
 
 
-@function.requires(
+@FlashAttention.requires(
     "the gradient of v is right, in one block",
     "The output is weights·v, a matrix product. What is its gradient for v? The weights "
     "come back as exp(score − log-sum-exp).",
 )
-def _(answer, t):
-    all_gradients(t, answer, *heads(2, t_q=4, t_k=5, d_head=7, seed=10), of="v")
+def _(answer, case):
+    all_gradients(case, answer, *heads(2, t_q=4, t_k=5, d_head=7, seed=10), of="v")
     q, k, v = heads(2, 3, t_q=4, t_k=5, d_head=7, d_v=3, seed=15)
-    all_gradients(t, answer, q, k, v, of="v")
+    all_gradients(case, answer, q, k, v, of="v")
 
 
-@function.requires(
+@FlashAttention.requires(
     "the gradient of q is right, in one block",
     "Through the softmax: dS = P ∘ (dP − D), where D is one number for each query, the "
     "sum of dO ∘ O. Then through the scaled product.",
 )
-def _(answer, t):
-    all_gradients(t, answer, *heads(2, t_q=5, t_k=5, d_head=7, seed=20), of="q")
+def _(answer, case):
+    all_gradients(case, answer, *heads(2, t_q=5, t_k=5, d_head=7, seed=20), of="q")
     q, k, v = heads(2, 3, t_q=4, t_k=5, d_head=7, d_v=3, seed=25)
-    all_gradients(t, answer, q, k, v, of="q")
+    all_gradients(case, answer, q, k, v, of="q")
 
 
-@function.requires(
+@FlashAttention.requires(
     "all three gradients are right, in one block",
     "The scale stands between scores and q·k for the keys as well.",
 )
-def _(answer, t):
-    all_gradients(t, answer, *heads(2, t_q=4, t_k=5, d_head=7, d_v=3, seed=30))
-    all_gradients(t, answer, *heads(2, 3, t_q=4, t_k=5, d_head=9, d_v=9, seed=35))
+def _(answer, case):
+    all_gradients(case, answer, *heads(2, t_q=4, t_k=5, d_head=7, d_v=3, seed=30))
+    all_gradients(case, answer, *heads(2, 3, t_q=4, t_k=5, d_head=9, d_v=9, seed=35))
 
 
-@function.requires(
+@FlashAttention.requires(
     "many blocks, and lengths that they do not divide",
     "A key meets every block of queries, a query every block of keys: what they get "
     "from each is added up.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, t_q=11, t_k=13, d_head=7, d_v=3, seed=40)
-    all_gradients(t, answer, q, k, v, False, 4, 5)
-    all_gradients(t, answer, q, k, v, False, 3, 2)
-    all_gradients(t, answer, *heads(2, t_q=66, t_k=70, d_head=3, d_v=2, seed=45))
+    all_gradients(case, answer, q, k, v, False, 4, 5)
+    all_gradients(case, answer, q, k, v, False, 3, 2)
+    all_gradients(case, answer, *heads(2, t_q=66, t_k=70, d_head=3, d_v=2, seed=45))
 
 
-@function.requires(
+@FlashAttention.requires(
     "causal, with as many queries as keys and with fewer",
     "The weights come from scores again, so they have to be masked again.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=9, t_k=9, d_head=4, d_v=6, seed=50)
-    all_gradients(t, answer, q, k, v, True)
-    all_gradients(t, answer, q, k, v, True, 4, 2)
+    all_gradients(case, answer, q, k, v, True)
+    all_gradients(case, answer, q, k, v, True, 4, 2)
     q, k, v = heads(2, 3, t_q=5, t_k=11, d_head=4, d_v=6, seed=55)
-    all_gradients(t, answer, q, k, v, True, 2, 3)
-    all_gradients(t, answer, q, k, v, True, 4, 16)
+    all_gradients(case, answer, q, k, v, True, 2, 3)
+    all_gradients(case, answer, q, k, v, True, 4, 16)
 
 
-@function.requires(
+@FlashAttention.requires(
     "calls do not disturb each other, and backward may come twice",
     "What belongs to one call belongs on its `ctx`. Sums begin at zero in backward.",
 )
-def _(answer, t):
+def _(answer, case):
     one = heads(2, t_q=5, t_k=7, d_head=4, d_v=6, seed=62)
     two = heads(2, t_q=4, t_k=9, d_head=4, d_v=6, seed=64)
 
@@ -1536,7 +1096,7 @@ def _(answer, t):
         return tuple(x.detach().clone() for each in found for x in each)
 
     backward.__name__ = "two forward passes, and backward twice,"
-    found = t.call(backward, *one, *two)
+    found = case.call(backward, *one, *two)
     truth = []
     for given, causal in ((one, True), (two, False)):
         leaves = [x.double().requires_grad_() for x in given]
@@ -1546,19 +1106,19 @@ def _(answer, t):
     for i, (ours, expected) in enumerate(zip(found, 2 * truth, strict=True)):
         call, time = ("first", "second")[i % 6 // 3], ("", ", the second time")[i // 6]
         what = f"the gradient of `{'qkv'[i % 3]}` of the {call} call{time}"
-        t.close(ours, expected, what)
+        case.close(ours, expected, what)
 
 
-@function.requires(
+@FlashAttention.requires(
     "between forward and backward it keeps q, k, v, output and log-sum-exp alone",
     "Weights that are kept, on `ctx` or in `save_for_backward`, are the whole matrix "
     "again. Copies of q, k and v, and sums, can be made in backward.",
 )
-def _(answer, t):
+def _(answer, case):
     for causal, kind in ((False, torch.float32), (True, torch.float16)):
         q, k, v = heads(t_q=256, t_k=256, d_head=16, seed=60, dtype=kind)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        t.call(answer.apply, *leaves, causal)
+        case.call(answer.apply, *leaves, causal)
         saved = saved_bytes(lambda x=leaves, c=causal: answer.apply(*x, c))
         with Cost() as cost:
             output = answer.apply(*leaves, causal)
@@ -1567,8 +1127,8 @@ def _(answer, t):
         del output
         size = kind.itemsize
         allowed = 256 * (4 * 16 * size + 4)  # q, k, v, output: 256 × 16; log-sum-exp
-        t.trace.append(kept > allowed + 2 * 256 * 256)  # a matrix, not copies
-        t.true(
+        case.note(kept > allowed + 2 * 256 * 256)  # a matrix, not copies
+        case.true(
             kept <= 1.15 * allowed,
             f"After forward at 256 queries and keys of width 16 in {dtype(q)}, {kept:,} "
             f"bytes are kept; q, k, v, output and log-sum-exp have {allowed:,}, the "
@@ -1576,14 +1136,14 @@ def _(answer, t):
         )
 
 
-@function.requires(
+@FlashAttention.requires(
     "what it keeps is freed with the output",
     "A tensor that is set on `ctx` is freed by Python's garbage collector, some day. "
     "What goes through `save_for_backward` is freed at once.",
 )
-def _(answer, t):
+def _(answer, case):
     leaves = [x.requires_grad_() for x in heads(t_q=6, t_k=6, d_head=4, seed=63)]
-    t.call(answer.apply, *leaves)
+    case.call(answer.apply, *leaves)
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -1594,74 +1154,74 @@ def _(answer, t):
     finally:
         if collecting:
             gc.enable()
-    t.trace.append(kept)
-    t.true(not kept, "After `del output` the output is still in memory.")
+    case.note(kept)
+    case.true(not kept, "After `del output` the output is still in memory.")
 
 
-@function.requires(
+@FlashAttention.requires(
     "backward holds no more than a few blocks, either",
     "Which of its tensors has both lengths in its shape?",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(t_q=640, t_k=640, d_head=4, seed=65)
     for causal in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = t.call(answer.apply, *leaves, causal, 64, 64)
+        out = case.call(answer.apply, *leaves, causal, 64, 64)
         peak = peak_bytes(lambda o=out: o.sum().backward())
-        t.true(
+        case.true(
             peak < 1.2 * 640 * 640,
             f"At 640 queries and keys in blocks of 64 × 64, backward had {peak:,} bytes "
             f"of new tensors at once; the whole matrix has {4 * 640 * 640:,}.",
         )
 
 
-@function.requires(
+@FlashAttention.requires(
     "large scores give finite, right gradients",
     "A weight is exp(score − log-sum-exp): never exp(score) divided by something.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, t_q=5, t_k=7, d_head=16, d_v=3, seed=70)
     q, k = q.round(), k.round()
     q[..., 0], k[..., 0] = 8.0, 64.0
-    all_gradients(t, answer, q, k, v, False, 3, 2)
+    all_gradients(case, answer, q, k, v, False, 3, 2)
     k[..., 0] = -64.0
-    all_gradients(t, answer, q, k, v, True, 3, 2)
+    all_gradients(case, answer, q, k, v, True, 3, 2)
     k[..., 0] = torch.tensor([0.0, 0, 0, 64, 64, 128, 128])  # hidden ones are largest
-    all_gradients(t, answer, q, k, v, True, 3, 2)
-    all_gradients(t, answer, q.half(), k.half(), v.half(), False, 3, 2)
+    all_gradients(case, answer, q, k, v, True, 3, 2)
+    all_gradients(case, answer, q.half(), k.half(), v.half(), False, 3, 2)
 
 
-@function.requires(
+@FlashAttention.requires(
     "float64, half precision, and memory that is not contiguous work too",
     "The sums over blocks belong in float32, as in the forward pass.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, t_q=5, t_k=7, d_head=4, d_v=6, seed=80, dtype=torch.float64)
-    all_gradients(t, answer, q, k, v, True, 2, 3)
+    all_gradients(case, answer, q, k, v, True, 2, 3)
     q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=85)
-    all_gradients(t, answer, strided(q), strided(k), strided(v), True, 2, 3)
+    all_gradients(case, answer, strided(q), strided(k), strided(v), True, 2, 3)
     for half in (torch.float16, torch.bfloat16):
         q, k, v = heads(2, t_q=40, t_k=60, d_head=8, d_v=3, seed=90, dtype=half)
-        all_gradients(t, answer, q, k, v, True, 2, 3)
+        all_gradients(case, answer, q, k, v, True, 2, 3)
     q, k, v = heads(t_q=600, t_k=6, d_head=4, seed=95, dtype=torch.bfloat16)
-    all_gradients(t, answer, q * 0, k, v, False, 1, 6, of="v", same_sign=True)
+    all_gradients(case, answer, q * 0, k, v, False, 1, 6, of="v", same_sign=True)
 
 
-@function.requires("what does not fit is refused here too")
-def _(answer, t):
+@FlashAttention.requires("what does not fit is refused here too")
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=5, t_k=4, d_head=8, seed=110)
     why = "causal, with 5 queries and 4 keys"
-    t.raises(ValueError, answer.apply, q, k, v, True, mentions=(5, 4), because=why)
+    case.raises(ValueError, answer.apply, q, k, v, True, mentions=(5, 4), because=why)
     few = (q, k[:, :1], v[:, :1])
     why = "3 heads of queries and 1 of keys and values"
-    t.raises(ValueError, answer.apply, *few, mentions=(3, 1), because=why)
+    case.raises(ValueError, answer.apply, *few, mentions=(3, 1), because=why)
 
 
-@function.requires(
+@FlashAttention.requires(
     "the gradient has no gradient of its own: asking for one is an error",
     "`@once_differentiable`, between `@staticmethod` and `def backward`.",
 )
-def _(answer, t):
+def _(answer, case):
     def twice(f, q, k, v):
         leaves = [x.requires_grad_() for x in (q, k, v)]
         output = f(*leaves)
@@ -1676,14 +1236,14 @@ def _(answer, t):
         return twice(answer.apply, q, k, v)
 
     q, k, v = heads(2, t_q=5, t_k=7, d_head=4, d_v=6, seed=120)
-    found = t.call(gradient_of_a_gradient, q, k, v)
+    found = case.call(gradient_of_a_gradient, q, k, v)
     if found is not None:
         truth = twice(
             lambda q, k, v: torch.softmax(whole_scores(q, k), -1) @ v,
             *(x.double() for x in (q, k, v)),
         )
         for name, ours, expected in zip("qkv", found, truth, strict=True):
-            t.close(ours, expected, f"the gradient of the gradient, for `{name}`,")
+            case.close(ours, expected, f"the gradient of the gradient, for `{name}`,")
 
 
 def gradient_with(**change):
@@ -1764,31 +1324,6 @@ def gradient_with(**change):
 
     if "twice" not in change:
         backward = once_differentiable(backward)
-    return type(
-        "FlashAttention",
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
-    )
-
-
-def by_autograd(ctx_keeps):
-    """Backward through the whole matrix, computed again with autograd."""
-
-    def forward(ctx, q, k, v, causal=False, block_q=64, block_k=64):
-        output, _ = blockwise()(q, k, v, causal, block_q, block_k)
-        ctx.save_for_backward(q, k, v)
-        ctx.causal = causal
-        return output
-
-    def backward(ctx, d_output):
-        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            high = torch.promote_types(leaves[0].dtype, torch.float32)
-            q, k, v = (x.to(high) for x in leaves)
-            out = torch.softmax(whole_scores(q, k, ctx.causal), -1) @ v
-        grads = torch.autograd.grad(out, leaves, d_output.to(high))
-        return *grads, None, None, None
-
     return type(
         "FlashAttention",
         (torch.autograd.Function,),
@@ -2029,14 +1564,7 @@ for name, sentence, change in (
         {"finish": lambda out, lse: (out, lse)},
     ),
 ):
-    function.fault(name, sentence, gradient_with(**change))
-
-function.fault(
-    "whole_matrix_by_autograd",
-    "The backward pass computes attention again as a whole and lets autograd go through "
-    "it. The gradients are right, and the whole matrix is in memory.",
-    by_autograd(True),
-)
+    FlashAttention.fault(name, sentence, gradient_with(**change))
 
 
 # Traffic ------------------------------------------------------------------------------
@@ -2074,14 +1602,14 @@ def counted(t, d_head, block=None, causal=False, bytes_per_number=2):
     return memory.bytes
 
 
-def count(t, answer, *args, **kwargs):
-    found = t.call(answer, *args, **kwargs)
-    t.true(
+def count(case, answer, *args, **kwargs):
+    found = case.call(answer, *args, **kwargs)
+    case.true(
         isinstance(found, int) and not isinstance(found, bool),
         f"The result is of type {type(found).__name__}, expected an int: a number of "
         "bytes is whole.",
     )
-    t.equal(found, counted(*args, **kwargs), "the number of bytes")
+    case.equal(found, counted(*args, **kwargs), "the number of bytes")
 
 
 @traffic.requires(
@@ -2089,9 +1617,9 @@ def count(t, answer, *args, **kwargs):
     "Write the three steps in three lines, with the size of each matrix: scores = q·kᵀ, "
     "weights = softmax(scores), output = weights·v. How often does a T × T matrix cross?",
 )
-def _(answer, t):
-    count(t, answer, 11, 3)
-    count(t, answer, 7, 16)
+def _(answer, case):
+    count(case, answer, 11, 3)
+    count(case, answer, 7, 16)
 
 
 @traffic.requires(
@@ -2100,60 +1628,60 @@ def _(answer, t):
     "How many blocks of queries are there? What crosses once for each of them, and what "
     "only once?",
 )
-def _(answer, t):
-    count(t, answer, 15, 7, 5)
-    count(t, answer, 30, 7, block=6)
-    count(t, answer, 8, 3, 8)
-    count(t, answer, 8, 3, 1)
+def _(answer, case):
+    count(case, answer, 15, 7, 5)
+    count(case, answer, 30, 7, block=6)
+    count(case, answer, 8, 3, 8)
+    count(case, answer, 8, 3, 1)
 
 
 @traffic.requires(
     "with blocks that do not divide it",
     "The last block of queries is smaller, but all keys come for it too.",
 )
-def _(answer, t):
-    count(t, answer, 13, 5, 4)
-    count(t, answer, 5, 3, 8)
+def _(answer, case):
+    count(case, answer, 13, 5, 4)
+    count(case, answer, 5, 3, 8)
 
 
 @traffic.requires(
     "causal: keys after a block's last query are not read; separate steps read all",
     "The block that starts at query 6 and ends with query 11 looks at keys 0 to 11.",
 )
-def _(answer, t):
+def _(answer, case):
     count(
-        t, answer, 17, 7, 6, True
+        case, answer, 17, 7, 6, True
     )  # of sizes at which mistakes differ from each other
-    count(t, answer, 35, 4, 7, causal=True)
-    count(t, answer, 5, 3, 8, True)
-    count(t, answer, 12, 3, None, True)
-    count(t, answer, 8, 3, 1, True)
+    count(case, answer, 35, 4, 7, causal=True)
+    count(case, answer, 5, 3, 8, True)
+    count(case, answer, 12, 3, None, True)
+    count(case, answer, 8, 3, 1, True)
 
 
 @traffic.requires(
     "numbers of other sizes; the log-sum-exp is float32 always",
     "The log-sum-exp is not one of the numbers whose size is given.",
 )
-def _(answer, t):
-    count(t, answer, 13, 5, 4, False, 4)
-    count(t, answer, 13, 5, 4, True, bytes_per_number=1)
-    count(t, answer, 10, 3, bytes_per_number=8)
+def _(answer, case):
+    count(case, answer, 13, 5, 4, False, 4)
+    count(case, answer, 13, 5, 4, True, bytes_per_number=1)
+    count(case, answer, 10, 3, bytes_per_number=8)
 
 
 @traffic.requires(
     "large counts are exact",
     "A float has 53 bits. `//` divides integers without one.",
 )
-def _(answer, t):
-    count(t, answer, 300_000_001, 3)
-    count(t, answer, 13, 10**15 + 7, 4, True)
+def _(answer, case):
+    count(case, answer, 300_000_001, 3)
+    count(case, answer, 13, 10**15 + 7, 4, True)
 
 
 @traffic.requires("a block below 1 is a ValueError that names it")
-def _(answer, t):
+def _(answer, case):
     for block in (0, -2):
         why = f"a block of {block}"
-        t.raises(ValueError, answer, 8, 4, block, mentions=[block], because=why)
+        case.raises(ValueError, answer, 8, 4, block, mentions=[block], because=why)
 
 
 def bytes_with(**change):
@@ -2368,9 +1896,9 @@ for name, sentence, change in (
 
 
 def mode():
-    """Where the kernel is tried, "cpu" interpreted or "cuda" compiled; or `LeftOut`."""
+    """Where the kernel is tried, "cpu" interpreted or "cuda" compiled; or `Skipped`."""
     if triton is None:
-        raise LeftOut(
+        raise Skipped(
             "There is no Triton here (it exists for Linux alone, and the course does "
             "not ask for it): leave this exercise out and read on, nothing later needs "
             "it. To try it on Linux: `python -m pip install triton`, and restart the "
@@ -2378,19 +1906,19 @@ def mode():
         )
     if os.environ.get("TRITON_INTERPRET") == "1":
         if isinstance(tl.max, triton.runtime.JITFunction):
-            raise LeftOut(
+            raise Skipped(
                 "Triton was imported before TRITON_INTERPRET=1 was set, and cannot "
                 "interpret: restart the kernel, and run the notebook from its first cell."
             )
         return "cpu"
     if not torch.cuda.is_available():
-        raise LeftOut(
+        raise Skipped(
             "Triton was imported without TRITON_INTERPRET=1, and there is no GPU to "
             "compile for: restart the kernel, and run the notebook from its first cell."
         )
     if torch.cuda.get_device_capability() < (8, 0):
         has = ".".join(map(str, torch.cuda.get_device_capability()))
-        raise LeftOut(
+        raise Skipped(
             f"This GPU has compute capability {has} and the kernel needs 8.0: leave the "
             "exercise out, or set TRITON_INTERPRET=1 and restart the kernel."
         )
@@ -2427,7 +1955,7 @@ def unwritten_is_nan():
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def run_kernel(t, answer, q, k, v, *args, **kwargs):
+def run_kernel(case, answer, q, k, v, *args, **kwargs):
     """Call the answer; what is recorded of a pointer outside its tensor names a fault.
 
     Where batches and heads come, blocks and strides have been right for one head, so
@@ -2436,27 +1964,27 @@ def run_kernel(t, answer, q, k, v, *args, **kwargs):
     with warnings.catch_warnings(), strict(), unwritten_is_nan():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow
         try:
-            return t.call(plainly(answer), q, k, v, *args, **kwargs)
+            return case.call(plainly(answer), q, k, v, *args, **kwargs)
         except Crashed as crash:
             if not isinstance(crash.error, OutsideTensor):
                 raise
             ends_in_a_block = q.shape[0] * q.shape[1] == 1 and q.shape[2] % 16
             does = "reads" if "reads" in str(crash.error) else "writes"
-            t.retell(f"{does} outside" if ends_in_a_block else "outside")
+            case.retell(f"{does} outside" if ends_in_a_block else "outside")
             raise Explained(f"A pointer led outside: {crash.error}.") from crash
 
 
-def from_kernel(t, answer, q, k, v, *args, relaxed=None, **kwargs):
+def from_kernel(case, answer, q, k, v, *args, relaxed=None, **kwargs):
     where = mode()
     q, k, v = (x.to(where) for x in (q, k, v))
-    found = run_kernel(t, answer, q, k, v, *args, **kwargs)
-    t.is_tuple(found, 2, "the result (output and log-sum-exp)")
+    found = run_kernel(case, answer, q, k, v, *args, **kwargs)
+    case.is_tuple(found, 2, "the result (output and log-sum-exp)")
     causal = args[0] if args else kwargs.get("causal", False)
     wide = [x.detach().cpu().double() for x in (q, k, v)]
     output, lse = whole_attention(*wide, causal), whole_lse(*wide[:2], causal)
-    t.close(found[0], output, "the output", like=q, tolerance=relaxed)
+    case.close(found[0], output, "the output", like=q, tolerance=relaxed)
     relaxed = None if relaxed is None else 100 * relaxed
-    sums(t, found[1], lse, "the log-sum-exp", q, relaxed)
+    sums(case, found[1], lse, "the log-sum-exp", q, relaxed)
 
 
 @kernel.requires(
@@ -2464,12 +1992,14 @@ def from_kernel(t, answer, q, k, v, *args, relaxed=None, **kwargs):
     "Begin with one program for each block of queries. Which rows are its own, and what "
     "does `tl.load` need to know to fetch them?",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(1, 1, t_q=16, t_k=32, d_head=16)
-    from_kernel(t, answer, q, k, v, block_q=16, block_k=32)
-    from_kernel(t, answer, q, k, v, block_q=16, block_k=16)
+    from_kernel(case, answer, q, k, v, block_q=16, block_k=32)
+    from_kernel(case, answer, q, k, v, block_q=16, block_k=16)
     q, k, v = heads(1, 1, t_q=32, t_k=48, d_head=16, seed=5)
-    from_kernel(t, answer, q, k * torch.linspace(0.2, 2, 48)[:, None], v, False, 16, 16)
+    from_kernel(
+        case, answer, q, k * torch.linspace(0.2, 2, 48)[:, None], v, False, 16, 16
+    )
 
 
 @kernel.requires(
@@ -2477,9 +2007,9 @@ def _(answer, t):
     "The second number of the grid counts heads through all batches. Where does head h "
     "of batch b begin?",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 3, t_q=16, t_k=32, d_head=16, seed=10)
-    from_kernel(t, answer, q, k, v, False, 16, 32)
+    from_kernel(case, answer, q, k, v, False, 16, 32)
 
 
 @kernel.requires(
@@ -2487,80 +2017,80 @@ def _(answer, t):
     "What a mask leaves out of a `tl.load` is filled with `other`, and a key of zeros "
     "has the score 0. Stores need a mask too.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=32, seed=20)
-    from_kernel(t, answer, q, k, v, False, 16, 32)
-    from_kernel(t, answer, q, k, v, False, 32, 16)
-    from_kernel(t, answer, q, k, v)
-    from_kernel(t, answer, *heads(1, 1, t_q=1, t_k=5, d_head=64, seed=25))
+    from_kernel(case, answer, q, k, v, False, 16, 32)
+    from_kernel(case, answer, q, k, v, False, 32, 16)
+    from_kernel(case, answer, q, k, v)
+    from_kernel(case, answer, *heads(1, 1, t_q=1, t_k=5, d_head=64, seed=25))
 
 
 @kernel.requires(
     "causal, with as many queries as keys and with fewer",
     "The position of a row is its number plus T_k − T_q.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(1, 1, t_q=21, t_k=21, d_head=16, seed=30)
-    from_kernel(t, answer, q, k, v, True, 16, 16)
-    from_kernel(t, answer, q, k, v, causal=True, block_q=32, block_k=16)
+    from_kernel(case, answer, q, k, v, True, 16, 16)
+    from_kernel(case, answer, q, k, v, causal=True, block_q=32, block_k=16)
     q, k, v = heads(1, 1, t_q=21, t_k=53, d_head=16, seed=35)
-    from_kernel(t, answer, q, k, v, True, 16, 32)
-    from_kernel(t, answer, q[:, :, :5], k[:, :, :21], v[:, :, :21], True)
+    from_kernel(case, answer, q, k, v, True, 16, 32)
+    from_kernel(case, answer, q[:, :, :5], k[:, :, :21], v[:, :, :21], True)
 
 
 @kernel.requires(
     "any strides: heads that were split by a transpose, columns that are not neighbours",
     "Use every stride of q, k and v: batch, head, row and column.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(2, 13, t_q=3, t_k=3, d_head=16, seed=40)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    from_kernel(t, answer, q, k, v, True, 16, 16)
+    from_kernel(case, answer, q, k, v, True, 16, 16)
     q, k, v = heads(1, 2, t_q=11, t_k=13, d_head=16, seed=45)
-    from_kernel(t, answer, strided(q), k, strided(v), False, 16, 32)
-    from_kernel(t, answer, q, strided(k), v, False, 16, 32)
+    from_kernel(case, answer, strided(q), k, strided(v), False, 16, 32)
+    from_kernel(case, answer, q, strided(k), v, False, 16, 32)
 
 
 @kernel.requires(
     "scores of ±10,000 give no overflow",
     "The maximum of a row, as in `flash_attention`. It starts below every score.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(1, 1, t_q=11, t_k=37, d_head=16, seed=50)
     q[..., 0], k[..., 0] = torch.linspace(0, 200, 11), 50.0  # rows far from each other
-    from_kernel(t, answer, q, k, v, False, 16, 16, relaxed=0.02)
+    from_kernel(case, answer, q, k, v, False, 16, 16, relaxed=0.02)
     for level in (10_000, -10_000):
         q, k, v = heads(1, 1, t_q=11, t_k=37, d_head=16, seed=50)
         q, k = q.round(), k.round()
         q[..., 0], k[..., 0] = 200.0, level / 50.0
-        from_kernel(t, answer, q, k, v, False, 16, 16, relaxed=0.02)
+        from_kernel(case, answer, q, k, v, False, 16, 16, relaxed=0.02)
     k[..., 16:, 0] = level / 40.0  # far below the first block
-    from_kernel(t, answer, q, k, v, False, 16, 16, relaxed=0.02)
+    from_kernel(case, answer, q, k, v, False, 16, 16, relaxed=0.02)
 
 
 @kernel.requires(
     "float16: the output has the dtype of q, the log-sum-exp is float32",
     "Maximum, sum and output are float32 in the kernel, whatever comes in.",
 )
-def _(answer, t):
+def _(answer, case):
     q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=32, seed=60, dtype=torch.float16)
-    from_kernel(t, answer, q, k, v, True, 32, 32)
+    from_kernel(case, answer, q, k, v, True, 32, 32)
     # Beside a large sum small values are lost, and the last ones take it away again.
     q, k, v = heads(1, 1, t_q=5, t_k=150, d_head=16, seed=65, dtype=torch.float16)
     v[:, :, :32], v[:, :, 32:-32], v[:, :, -32:] = 1000, 0.2, -1000
-    from_kernel(t, answer, q * 0, k, v, False, 16, 32)
+    from_kernel(case, answer, q * 0, k, v, False, 16, 32)
 
 
 @kernel.requires(
     "the products are computed in the kernel",
     "PyTorch allocates the results and launches; scores and outputs come from `tl.dot`.",
 )
-def _(answer, t):
+def _(answer, case):
     where = mode()
     q, k, v = (x.to(where) for x in heads(1, 1, t_q=16, t_k=16, d_head=16, seed=70))
     with Cost() as cost:  # it counts ready-made attention on the CPU too
-        run_kernel(t, answer, q, k, v, False, 16, 16)
-    t.true(
+        run_kernel(case, answer, q, k, v, False, 16, 16)
+    case.true(
         cost.flops == 0,
         f"PyTorch did {cost.flops:,} floating-point operations in matrix "
         "products on the way.",
@@ -2572,34 +2102,34 @@ def _(answer, t):
     "Where does the last query of the block stand? No key after it is needed: end the "
     "loop there.",
 )
-def _(answer, t):
+def _(answer, case):
     where, rows, keys = mode(), 128, 192  # the first 128 queries see 192 keys
     q, k, v = heads(1, 1, t_q=192, t_k=256, d_head=16, seed=90)
     first = [q[:, :, :rows], k[:, :, :keys], v[:, :, :keys]]
     first = [x.double() for x in first]
     v[:, :, keys:] = torch.nan  # the weight 0 does not hide it: 0 · NaN is NaN
     q, k, v = (x.to(where) for x in (q, k, v))
-    found = run_kernel(t, answer, q, k, v, True, 64, 64)
-    t.is_tuple(found, 2, "the result (output and log-sum-exp)")
+    found = run_kernel(case, answer, q, k, v, True, 64, 64)
+    case.is_tuple(found, 2, "the result (output and log-sum-exp)")
     output, lse = found[0][:, :, :rows], found[1][:, :, :rows]
     touched = output.isnan().any(-1).sum().item()
-    t.true(
+    case.true(
         touched == 0,
         f"The values from position {keys} on were NaN, whole blocks that the first "
         f"{rows} queries do not see; {touched} of these queries have NaN in their "
         "output.",
     )
     what = f"the output of the first {rows} queries"
-    t.close(output, whole_attention(*first, True), what, like=q)
+    case.close(output, whole_attention(*first, True), what, like=q)
     what = f"the log-sum-exp of the first {rows} queries"
-    sums(t, lse, whole_lse(*first[:2], True), what, q)
+    sums(case, lse, whole_lse(*first[:2], True), what, q)
 
 
 @kernel.requires(
     "what it cannot compute is refused in a sentence",
     "These lines were given in the stub; they belong before everything else.",
 )
-def _(answer, t):
+def _(answer, case):
     where = mode()
     q, k, v = (x.to(where) for x in heads(2, 3, t_q=20, t_k=16, d_head=16, seed=80))
     few = (q, k[:, :1], v[:, :1])
@@ -2613,69 +2143,9 @@ def _(answer, t):
         (f"{name} inputs", [name], others),
     ):
         with strict():  # where it is not refused, it runs
-            t.raises(ValueError, plainly(answer), *args, mentions=mentions, because=why)
-
-
-if triton is not None:
-
-    def right_kernel(
-        q_ptr,
-        k_ptr,
-        v_ptr,
-        out_ptr,
-        lse_ptr,
-        q_strides,
-        k_strides,
-        v_strides,
-        out_strides,
-        n_heads,
-        t_q,
-        t_k,
-        scale,
-        CAUSAL: tl.constexpr,
-        D: tl.constexpr,
-        Q: tl.constexpr,
-        K: tl.constexpr,
-    ):
-        """What the faults below change a line of; never run as it stands."""
-        top, pair = tl.program_id(0) * Q, tl.program_id(1)
-        b, h = pair // n_heads, pair % n_heads
-        rows, columns, keys = top + tl.arange(0, Q), tl.arange(0, D), tl.arange(0, K)
-        q_b, q_h, q_t, q_d = q_strides
-        k_b, k_h, k_t, k_d = k_strides
-        v_b, v_h, v_t, v_d = v_strides
-        o_b, o_h, o_t, o_d = out_strides
-        q_at = q_ptr + b * q_b + h * q_h + rows[:, None] * q_t + columns * q_d
-        k_at = k_ptr + b * k_b + h * k_h + columns[:, None] * k_d
-        v_at = v_ptr + b * v_b + h * v_h + columns * v_d
-        out_at = out_ptr + b * o_b + h * o_h + rows[:, None] * o_t + columns * o_d
-        lse_at = lse_ptr + pair * t_q + rows
-        q = tl.load(q_at, mask=rows[:, None] < t_q, other=0.0)
-        m = tl.full([Q], float("-inf"), tl.float32)
-        total = tl.zeros([Q], tl.float32)
-        out = tl.zeros([Q, D], tl.float32)
-        end = t_k
-        if CAUSAL:
-            end = tl.minimum(t_k, t_k - t_q + top + Q)
-        for left in range(0, end, K):
-            at = left + keys
-            k = tl.load(k_at + at * k_t, mask=at < t_k, other=0.0)
-            v = tl.load(v_at + at[:, None] * v_t, mask=at[:, None] < t_k, other=0.0)
-            s = tl.dot(q, k, input_precision="ieee") * scale
-            s = tl.where(at < t_k, s, float("-inf"))
-            if CAUSAL:
-                s = tl.where(at <= (rows + t_k - t_q)[:, None], s, float("-inf"))
-            new = tl.maximum(m, tl.max(s, 1))
-            shrink = tl.exp2(m - new)
-            p = tl.exp2(s - new[:, None])
-            total = total * shrink + tl.sum(p, 1)
-            out = out * shrink[:, None]
-            out += tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            m = new
-        out = out / total[:, None]
-        lse = (m + tl.log2(total)) * 0.6931471805599453
-        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] < t_q)
-        tl.store(lse_at, lse, mask=rows < t_q)
+            case.raises(
+                ValueError, plainly(answer), *args, mentions=mentions, because=why
+            )
 
 
 @cache
@@ -3226,17 +2696,9 @@ for name, sentence, answer in (
     kernel.fault(name, sentence, answer)
 
 
-@kernel.fault(
-    "not_in_the_kernel",
-    "The results are right, but PyTorch computes them.",
-)
-def _(q, k, v, causal=False, block_q=None, block_k=None):
-    return blockwise()(q, k, v, causal, block_q or 64, block_k or 64)
-
-
 # Together with the parts of earlier lessons -------------------------------------------
 
-joint = Joint(
+flash_in_the_model = IntegrationCheck(
     "flash_in_the_model",
     lesson="flash_attention",
     parts={
@@ -3276,68 +2738,68 @@ def filled(module):
     return module
 
 
-@joint.requires(
+@flash_in_the_model.requires(
     "flash_attention and attention under causal_mask mean the same, in a square and with "
     "fewer queries than keys",
     "Print the mask for 3 queries and 5 keys, and the weights that the blocks use.",
 )
-def _(parts, t):
+def _(parts, case):
     q, k, v = heads(2, 3, t_q=11, t_k=11, d_head=4, d_v=6, seed=200)
     for rows in (slice(0, 11), slice(6, 11)):
         n = rows.stop - rows.start
-        mask = t.call(parts["causal_mask"], n, 11)
-        whole = t.call(parts["attention"], q[:, :, rows], k, v, mask)
-        found = t.call(parts["flash_attention"], q[:, :, rows], k, v, True, 4, 3)
-        t.is_tuple(found, 2, "the result of flash_attention")
+        mask = case.call(parts["causal_mask"], n, 11)
+        whole = case.call(parts["attention"], q[:, :, rows], k, v, mask)
+        found = case.call(parts["flash_attention"], q[:, :, rows], k, v, True, 4, 3)
+        case.is_tuple(found, 2, "the result of flash_attention")
         what = f"{n} queries and 11 keys: flash_attention, compared with attention,"
-        t.close(found[0], whole.double(), what, like=q)
-    whole = t.call(parts["attention"], q, k, v)
-    found = t.call(parts["flash_attention"], q, k, v, False, 4, 3)
-    t.close(found[0], whole.double(), "without a mask, the output", like=q)
+        case.close(found[0], whole.double(), what, like=q)
+    whole = case.call(parts["attention"], q, k, v)
+    found = case.call(parts["flash_attention"], q, k, v, False, 4, 3)
+    case.close(found[0], whole.double(), "without a mask, the output", like=q)
 
 
-@joint.requires(
+@flash_in_the_model.requires(
     "online_softmax over blocks of scores gives the log-sum-exp of flash_attention",
     "Maximum plus logarithm of the total, in the natural logarithm, of scaled scores.",
 )
-def _(parts, t):
+def _(parts, case):
     q, k, v = heads(2, 3, t_q=5, t_k=11, d_head=4, d_v=6, seed=210)
     blocks = list(whole_scores(q, k).split(4, dim=-1))
-    maximum, total = t.call(parts["online_softmax"], blocks)
-    _, lse = t.call(parts["flash_attention"], q, k, v, False, 2, 3)
-    t.close(lse, (maximum + total.log()).double(), "the log-sum-exp")
+    maximum, total = case.call(parts["online_softmax"], blocks)
+    _, lse = case.call(parts["flash_attention"], q, k, v, False, 2, 3)
+    case.close(lse, (maximum + total.log()).double(), "the log-sum-exp")
 
 
-@joint.requires(
+@flash_in_the_model.requires(
     "MultiHeadAttention on FlashAttention gives what it gave before, RoPE included",
     "FlashAttention gets heads as split_heads lays them out: `(B, H, T, d_head)`, not "
     "contiguous, keys and values repeated by repeat_kv.",
 )
-def _(parts, t):
-    layer = filled(t.call(parts["MultiHeadAttention"], 24, 6, 2, 4))
+def _(parts, case):
+    layer = filled(case.call(parts["MultiHeadAttention"], 24, 6, 2, 4))
     x, at = probe(2, 11, 24, seed=220), torch.arange(11)
-    mask = t.call(parts["causal_mask"], 11)
+    mask = case.call(parts["causal_mask"], 11)
 
     def turn(heads):
         return parts["rope"](heads, at)
 
     for rotate in (None, turn):
-        before = t.call(layer, x, mask, rotate)
-        after = t.call(through_flash, parts, layer, 6, 2, x, None, rotate)
+        before = case.call(layer, x, mask, rotate)
+        after = case.call(through_flash, parts, layer, 6, 2, x, None, rotate)
         what = f"the layer's output {'with' if rotate else 'without'} RoPE"
-        t.close(after, before.double(), what, like=x)
+        case.close(after, before.double(), what, like=x)
 
 
-@joint.requires(
+@flash_in_the_model.requires(
     "a whole Transformer gives the same logits and the same gradients",
     "Every block's attention is replaced. If the logits agree and the gradients do not, "
     "look at the backward pass.",
 )
-def _(parts, t):
+def _(parts, case):
     config = parts["TransformerConfig"](
         *(17, 24, 2, 6, 2, 4, 20, 16)  # vocabulary, widths, layers, heads, d_ff, length
     )
-    model = filled(t.call(parts["Transformer"], config))
+    model = filled(case.call(parts["Transformer"], config))
     ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], list(range(2, 13))])
 
     def gradients(model, ids):
@@ -3346,120 +2808,12 @@ def _(parts, t):
         (logits * probe(*logits.shape, seed=230)).sum().backward()
         return tuple(p.grad.clone() for p in model.parameters())
 
-    before, slopes = t.call(model, ids), t.call(gradients, model, ids)
+    before, slopes = case.call(model, ids), case.call(gradients, model, ids)
     for block in model.blocks:
         block.attention.forward = partial(through_flash, parts, block.attention, 6, 2)
-    t.close(t.call(model, ids), before.double(), "the logits")
-    ours = t.call(gradients, model, ids)
+    case.close(case.call(model, ids), before.double(), "the logits")
+    ours = case.call(gradients, model, ids)
     for (name, _), mine, slope in zip(
         model.named_parameters(), ours, slopes, strict=True
     ):
-        t.close(mine, slope.double(), f"the gradient of {name}")
-
-
-def contiguous_only(q, k, v, causal=False, block_q=64, block_k=64):
-    for x in (q, k, v):
-        x.view(-1, x.shape[-1])
-    return blockwise()(q, k, v, causal, block_q, block_k)
-
-
-def time_first(q, k, v, causal=False, block_q=64, block_k=64):
-    q, k, v = (x.transpose(-3, -2) if x.dim() > 3 else x for x in (q, k, v))
-    out, lse = blockwise()(q, k, v, causal, block_q, block_k)
-    return (out.transpose(-3, -2), lse.mT) if out.dim() > 3 else (out, lse)
-
-
-def on(forward, backward_with=None):
-    """A `FlashAttention` on another forward pass, with its parts for the joint."""
-
-    class FlashAttention(gradient_with(**(backward_with or {}))):
-        @staticmethod
-        def forward(ctx, q, k, v, causal=False, block_q=64, block_k=64):
-            output, lse = forward(q, k, v, causal, block_q, block_k)
-            ctx.save_for_backward(q, k, v, output, lse)
-            ctx.settings = causal, block_q, block_k
-            return output
-
-    return {"flash_attention": forward, "FlashAttention": FlashAttention}
-
-
-joint.fault(
-    "blocks_aligned_top_left",
-    "The blocks' causal mask is aligned top-left, that of `causal_mask` bottom-right: "
-    "with fewer queries than keys, the queries are the last positions.",
-    {"flash_attention": blockwise(mask="top_left", end=lambda rows, offset: rows.stop)},
-)
-joint.fault(
-    "causal_where_not_asked",
-    "`flash_attention` is causal although nobody asked for it.",
-    {
-        "flash_attention": lambda q, k, v, causal=False, block_q=64, block_k=64: (
-            blockwise()(q, k, v, True, block_q, block_k)
-        )
-    },
-)
-joint.fault(
-    "mask_means_hidden",
-    "`causal_mask` says True where a query may not look. Here True means “may look”.",
-    {
-        "causal_mask": lambda t_q, t_k=None: torch.ones(
-            t_q, t_k or t_q, dtype=torch.bool
-        ).triu((t_k or t_q) - t_q + 1)
-    },
-)
-joint.fault(
-    "logarithms_of_two_bases",
-    "`flash_attention` gives its log-sum-exp in base 2, `online_softmax` is natural.",
-    {
-        "flash_attention": blockwise(
-            lse=lambda m, total: (m + total.log()) / math.log(2)
-        )
-    },
-)
-joint.fault(
-    "scores_not_scaled_alike",
-    "The log-sum-exp of `flash_attention` is not that of the scaled scores.",
-    {
-        "flash_attention": lambda q, k, v, *more: (
-            blockwise()(q, k, v, *more)[0],
-            blockwise(scale=lambda d, d_v, n: 1.0)(q, k, v, *more)[1],
-        )
-    },
-)
-joint.fault(
-    "contiguous_only",
-    "`FlashAttention` wants contiguous heads, and split_heads gives a transposed view. "
-    "`reshape`, or slices, take any layout where `view` does not.",
-    on(contiguous_only),
-)
-joint.fault(
-    "time_and_heads_exchanged",
-    "Time and heads are exchanged: the blocks run over the heads.",
-    {"FlashAttention": on(time_first)["FlashAttention"]},
-)
-joint.fault(
-    "keys_and_values_tiled",
-    "repeat_kv tiles the heads 0, 1, 0, 1; neighbouring query heads share: 0, 0, 1, 1.",
-    {"repeat_kv": lambda x, group_size: x.repeat(1, group_size, 1, 1)},
-)
-joint.fault(
-    "two_results",
-    "`FlashAttention.apply` gives output and log-sum-exp, and the layer expects heads.",
-    {"FlashAttention": gradient_with(finish=lambda out, lse: (out, lse))},
-)
-joint.fault(
-    "backward_without_mask",
-    "The logits agree, the gradients do not: the backward pass forgets the mask.",
-    {"FlashAttention": gradient_with(mask=False)},
-)
-joint.fault(
-    "backward_without_row_sums",
-    "The logits agree, the gradients do not: the backward pass lacks D, the sum of "
-    "dO ∘ O.",
-    {"FlashAttention": gradient_with(d_s=lambda p, d_p, row: p * d_p)},
-)
-joint.fault(
-    "backward_without_scale",
-    "The logits agree, the gradients do not: those of queries and keys lack the scale.",
-    {"FlashAttention": gradient_with(q_scale=1.0, k_scale=1.0)},
-)
+        case.close(mine, slope.double(), f"the gradient of {name}")

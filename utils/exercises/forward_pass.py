@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.check.case import Unmet
-from utils.check.exercise import Exercise, Joint
+from utils.check.errors import Unmet
+from utils.check.exercise import Exercise, IntegrationCheck
 from utils.probe import probe, probe_ids
 
 # The oracle: a decoder as functions of a dictionary of weights ------------------------
@@ -329,7 +329,7 @@ def model_with(knob="", change=None, checks_length=True, build=None):
     return Transformer
 
 
-def load_all(t, module, weights):
+def load_all(case, module, weights):
     """Load by name; a tied matrix is found under either of its two names."""
     names = dict(module.named_parameters())
     given = dict(weights)
@@ -339,21 +339,21 @@ def load_all(t, module, weights):
         and "head.weight" in names
     ):
         given["head"] = given.pop("embedding")
-    return t.load(module, **{n.replace(".", "__"): w for n, w in given.items()})
+    return case.load(module, **{n.replace(".", "__"): w for n, w in given.items()})
 
 
-def trained(t, module, *args):
+def trained(case, module, *args):
     """Every parameter gets a gradient, not zero, and all of it finite."""
-    result = t._run(module, args, {})
-    t.is_tensor(result)
-    t.true(
+    result = case._run(module, args, {})
+    case.is_tensor(result)
+    case.true(
         result.requires_grad, "No gradient flows through it: something cuts the graph."
     )
     module.zero_grad()
     (result * probe(*result.shape, seed=87, dtype=result.dtype)).sum().backward()
     for name, p in module.named_parameters():
         reached = p.grad is not None and bool(p.grad.abs().sum() > 0)
-        t.true(
+        case.true(
             reached and bool(p.grad.isfinite().all()),
             f"The parameter `{name}` gets no gradient, so it would never train.",
         )
@@ -374,23 +374,23 @@ def fields_of(made):
 
 
 @config_.requires("sizes that fit are accepted and kept, with the given defaults")
-def _(answer, t):
-    made = t.call(answer, *SIZES.values())
-    t.equal(
+def _(answer, case):
+    made = case.call(answer, *SIZES.values())
+    case.equal(
         fields_of(made),
         SIZES | dict(rope_base=10_000.0, norm_eps=1e-5, tied=True, style="llama"),
         "what it holds",
     )
     rest = dict(rope_base=500.0, norm_eps=1e-6, tied=False, style="gpt2")
-    made = t.call(answer, **SIZES, **rest)
-    t.equal(fields_of(made), SIZES | rest, "what it holds, all given by name")
+    made = case.call(answer, **SIZES, **rest)
+    case.equal(fields_of(made), SIZES | rest, "what it holds, all given by name")
 
 
 @config_.requires(
     "unusual sizes that fit are accepted too",
     "Which of these sizes does the model multiply, and which must it divide?",
 )
-def _(answer, t):
+def _(answer, case):
     for change in (
         dict(n_kv_heads=1),
         dict(n_kv_heads=6),
@@ -402,8 +402,10 @@ def _(answer, t):
         dict(d_head=1, style="gpt2"),
         dict.fromkeys(SIZES, 1) | dict(d_head=2),
     ):
-        made = t.call(answer, **(SIZES | change))
-        t.equal(fields_of(made) | SIZES | change, fields_of(made), f"with {change}, it")
+        made = case.call(answer, **(SIZES | change))
+        case.equal(
+            fields_of(made) | SIZES | change, fields_of(made), f"with {change}, it"
+        )
 
 
 @config_.requires(
@@ -411,10 +413,10 @@ def _(answer, t):
     "The sizes are eight fields; `getattr(self, name)` reads a field by its name. Test "
     "them before you divide by one of them.",
 )
-def _(answer, t):
+def _(answer, case):
     for name in SIZES:
         for value in (0, -3):
-            t.raises(
+            case.raises(
                 ValueError,
                 answer,
                 **(SIZES | {name: value}),
@@ -424,9 +426,9 @@ def _(answer, t):
 
 
 @config_.requires("heads that cannot share their KV heads evenly are a ValueError")
-def _(answer, t):
+def _(answer, case):
     for heads, kv in ((6, 4), (7, 2), (3, 9)):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             **(SIZES | dict(n_heads=heads, n_kv_heads=kv)),
@@ -436,9 +438,9 @@ def _(answer, t):
 
 
 @config_.requires("an odd d_head is a ValueError where RoPE turns pairs")
-def _(answer, t):
+def _(answer, case):
     for width in (5, 1):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             **(SIZES | dict(d_head=width)),
@@ -448,9 +450,9 @@ def _(answer, t):
 
 
 @config_.requires("a style that is not known is a ValueError that names it")
-def _(answer, t):
+def _(answer, case):
     for style in ("gpt3", "Llama", "", "llama2", "gpt2-medium"):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             **SIZES,
@@ -598,10 +600,10 @@ for name, (sentence, refusals) in CONFIG_FAULTS.items():
 block = Exercise("Block", lesson="forward_pass")
 
 
-def made_block(answer, t, c, seed):
+def made_block(answer, case, c, seed):
     """The learner's block with weights, and the oracle with the same ones."""
     weights = weights_for(block_shapes(c), seed)
-    module = load_all(t, t.call(answer, c), weights)
+    module = load_all(case, case.call(answer, c), weights)
     return module, partial(oracle_block, doubled(weights), c)
 
 
@@ -617,11 +619,11 @@ def causal(t):
     'style "llama": norm_1, attention, norm_2 and feed_forward have their parameters',
     "Read the sizes off `config` one by one: which class takes which of them?",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, replace(LLAMA, n_kv_heads=6, d_head=2)):
-        module = t.call(answer, c)
-        t.parameter_count(module, numbers_in(block_shapes(c)))
-        load_all(t, module, weights_for(block_shapes(c), 0))
+        module = case.call(answer, c)
+        case.parameter_count(module, numbers_in(block_shapes(c)))
+        load_all(case, module, weights_for(block_shapes(c), 0))
 
 
 @block.requires(
@@ -629,9 +631,9 @@ def _(answer, t):
     "Write the two lines on paper with x, norm_1, attention, norm_2, feed_forward. What "
     "does each line add, and to what?",
 )
-def _(answer, t):
-    module, oracle = made_block(answer, t, LLAMA, seed=10)
-    t.agrees(module, oracle, probe(5, 1, 10, seed=11))
+def _(answer, case):
+    module, oracle = made_block(answer, case, LLAMA, seed=10)
+    case.agrees(module, oracle, probe(5, 1, 10, seed=11))
 
 
 @block.requires(
@@ -639,40 +641,40 @@ def _(answer, t):
     "`rotate` gets heads and nothing else, so the positions and the base must be bound "
     "beforehand. Compare with a sequence of one position: there RoPE does nothing.",
 )
-def _(answer, t):
-    module, oracle = made_block(answer, t, LLAMA, seed=20)
-    t.agrees(module, oracle, probe(5, 7, 10, seed=21))
+def _(answer, case):
+    module, oracle = made_block(answer, case, LLAMA, seed=20)
+    case.agrees(module, oracle, probe(5, 7, 10, seed=21))
     other = replace(LLAMA, rope_base=30_000.0)
-    module, oracle = made_block(answer, t, other, seed=22)
-    t.agrees(module, oracle, probe(2, 9, 10, seed=23))
+    module, oracle = made_block(answer, case, other, seed=22)
+    case.agrees(module, oracle, probe(2, 9, 10, seed=23))
 
 
 @block.requires("a mask is passed on to attention")
-def _(answer, t):
-    module, oracle = made_block(answer, t, LLAMA, seed=30)
+def _(answer, case):
+    module, oracle = made_block(answer, case, LLAMA, seed=30)
     x = probe(5, 7, 10, seed=31)
-    t.agrees(module, oracle, x, causal(7))
+    case.agrees(module, oracle, x, causal(7))
     each = probe(5, 1, 7, 7, seed=32) > -0.3
-    t.agrees(module, oracle, x, mask=each | torch.eye(7, dtype=torch.bool))
+    case.agrees(module, oracle, x, mask=each | torch.eye(7, dtype=torch.bool))
 
 
 @block.requires(
     "positions that are given are used: gaps, and others in each row",
     "0 to T − 1 is only what holds when no positions are given.",
 )
-def _(answer, t):
-    module, oracle = made_block(answer, t, LLAMA, seed=40)
+def _(answer, case):
+    module, oracle = made_block(answer, case, LLAMA, seed=40)
     x = probe(3, 5, 10, seed=41)
-    t.agrees(module, oracle, x, causal(5), torch.tensor([3, 4, 5, 9, 10]))
+    case.agrees(module, oracle, x, causal(5), torch.tensor([3, 4, 5, 9, 10]))
     rows = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [2, 3, 7, 8, 20]])
-    t.agrees(module, oracle, x, causal(5), positions=rows)
+    case.agrees(module, oracle, x, causal(5), positions=rows)
 
 
 @block.requires("the norms use the config's norm_eps")
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, replace(LLAMA, norm_eps=0.3)):
-        module, oracle = made_block(answer, t, c, seed=50)
-        t.agrees(module, oracle, probe(3, 5, 10, seed=51, scale=0.05))
+        module, oracle = made_block(answer, case, c, seed=50)
+        case.agrees(module, oracle, probe(3, 5, 10, seed=51, scale=0.05))
 
 
 @block.requires(
@@ -680,79 +682,79 @@ def _(answer, t):
     "Which of the four parts are other classes than before? The layers of lessons 03 and "
     "05 have no biases: `layer.bias = nn.Parameter(…)` gives one to an `nn.Linear`.",
 )
-def _(answer, t):
+def _(answer, case):
     c = GPT2
-    module = t.call(answer, c)
-    t.parameter_count(module, numbers_in(block_shapes(c)))
+    module = case.call(answer, c)
+    case.parameter_count(module, numbers_in(block_shapes(c)))
     for name, p in module.named_parameters():
         wanted = block_shapes(c).get(name, p.shape)
-        t.true(
+        case.true(
             tuple(p.shape) == tuple(wanted),
             f"`{name}` has shape {tuple(p.shape)}, expected {tuple(wanted)}: a bias has "
             "as many numbers as its layer has outputs.",
         )
-        t.true(
+        case.true(
             not name.endswith("bias") or bool((p == 0).all()),
             f"The bias `{name}` does not start at zero.",
         )
-    module, oracle = made_block(answer, t, c, seed=60)
-    t.agrees(module, oracle, probe(5, 1, 10, seed=61))
-    t.agrees(module, oracle, probe(3, 7, 10, seed=62), causal(7))
-    t.agrees(module, oracle, probe(3, 7, 10, seed=63, scale=0.05), causal(7))
-    t.agrees(module, oracle, probe(2, 4, 10, seed=64, scale=3.0, shift=1.0))
+    module, oracle = made_block(answer, case, c, seed=60)
+    case.agrees(module, oracle, probe(5, 1, 10, seed=61))
+    case.agrees(module, oracle, probe(3, 7, 10, seed=62), causal(7))
+    case.agrees(module, oracle, probe(3, 7, 10, seed=63, scale=0.05), causal(7))
+    case.agrees(module, oracle, probe(2, 4, 10, seed=64, scale=3.0, shift=1.0))
 
 
 @block.requires("float64, half precision, `eval()` and a second call work")
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, GPT2):
-        module, oracle = made_block(answer, t, c, seed=70)
+        module, oracle = made_block(answer, case, c, seed=70)
         for x in (probe(3, 7, 10, seed=71), probe(2, 4, 10, seed=72)):
-            t.agrees(module.eval(), oracle, x, causal(x.shape[1]))
+            case.agrees(module.eval(), oracle, x, causal(x.shape[1]))
         for kind in (torch.float64, torch.bfloat16):
             weights = weights_for(block_shapes(c), 70)
             rounded = {n: w.to(kind).double() for n, w in weights.items()}
             x = probe(3, 5, 10, seed=73).to(kind)
-            actual = t.call(module.to(kind), x, causal(5))
+            actual = case.call(module.to(kind), x, causal(5))
             expected = one_block(x.double(), rounded, c, causal(5))
             tolerance = ANGLES if kind == torch.float64 else None
-            t.close(
+            case.close(
                 actual, expected, f"the result in {kind}", like=x, tolerance=tolerance
             )
 
 
-def block_learns(answer, t, c):
-    module, oracle = made_block(answer, t, c, seed=80)
+def block_learns(answer, case, c):
+    module, oracle = made_block(answer, case, c, seed=80)
     mask = causal(5)
-    t.gradients_agree(
+    case.gradients_agree(
         lambda x: module(x, mask), lambda x: oracle(x, mask), probe(2, 5, 10, seed=81)
     )
-    trained(t, made_block(answer, t, c, seed=82)[0], probe(2, 5, 10, seed=83))
+    trained(case, made_block(answer, case, c, seed=82)[0], probe(2, 5, 10, seed=83))
 
 
 # One style a requirement: a fault of the other is then no match for what stops here.
 @block.requires("gradients reach the input and every parameter")
-def _(answer, t):
-    block_learns(answer, t, LLAMA)
+def _(answer, case):
+    block_learns(answer, case, LLAMA)
 
 
 @block.requires('gradients reach them in style "gpt2" too')
-def _(answer, t):
-    block_learns(answer, t, GPT2)
+def _(answer, case):
+    block_learns(answer, case, GPT2)
 
 
 @block.requires("two blocks of one config share nothing")
-def _(answer, t):
-    one, two = t.call(answer, LLAMA), t.call(answer, LLAMA)
+def _(answer, case):
+    one, two = case.call(answer, LLAMA), case.call(answer, LLAMA)
     shared = {p.data_ptr() for p in one.parameters()} & {
         p.data_ptr() for p in two.parameters()
     }
-    t.true(not shared, "Two blocks share their parameters: make new layers in each.")
+    case.true(not shared, "Two blocks share their parameters: make new layers in each.")
 
 
 @block.requires("it creates nothing on another device")
-def _(answer, t):
-    module, _ = made_block(answer, t, LLAMA, seed=90)
-    t.any_device(module, probe(2, 5, 10), causal(5))
+def _(answer, case):
+    module, _ = made_block(answer, case, LLAMA, seed=90)
+    case.any_device(module, probe(2, 5, 10), causal(5))
 
 
 BLOCK_FAULTS = {
@@ -826,45 +828,28 @@ for name, (sentence, change) in BLOCK_CHANGES.items():
     block.fault(name, sentence, block_with(change=change))
 
 
-@block.fault(
-    "biases_forgotten",
-    'In style "gpt2" the linear layers have no biases. The layers of lessons 03 and 05 '
-    "are built without; GPT-2 has one on each.",
-)
-class _(Holder):
-    def __init__(self, config):
-        shapes = block_shapes(config)
-        super().__init__(
-            {
-                n: s
-                for n, s in shapes.items()
-                if not n.endswith("bias") or n.startswith("norm")
-            }
-        )
-        self.config = config
-
-    def forward(self, x, mask=None, positions=None):
-        return one_block(x, self.held(), self.config, mask, positions)
-
-
 # Transformer --------------------------------------------------------------------------
 
 transformer = Exercise("Transformer", lesson="forward_pass")
 TIED, TIED_GPT2 = replace(LLAMA, tied=True), replace(GPT2, tied=True)
 
 
-def made_model(answer, t, c, seed):
+def made_model(answer, case, c, seed):
     weights = weights_for(model_shapes(c), seed)
-    module = load_all(t, t.call(answer, c), weights)
+    module = load_all(case, case.call(answer, c), weights)
     weights = doubled(weights)
     return module, lambda ids: whole_decoder(ids, weights, c)
 
 
-def logits_agree(t, module, oracle, ids):
+def logits_agree(case, module, oracle, ids):
     first = next(module.parameters())
     tolerance = ANGLES if first.dtype == torch.float64 else None
-    t.close(
-        t.call(module, ids), oracle(ids), "the logits", like=first, tolerance=tolerance
+    case.close(
+        case.call(module, ids),
+        oracle(ids),
+        "the logits",
+        like=first,
+        tolerance=tolerance,
     )
 
 
@@ -873,12 +858,12 @@ def logits_agree(t, module, oracle, ids):
     "Only what is assigned to `self` and is a module counts; a plain Python list of "
     "modules is not one.",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, replace(LLAMA, n_layers=2, n_kv_heads=3, d_ff=9)):
-        module = t.call(answer, c)
-        t.parameter_count(module, numbers_in(model_shapes(c)))
-        load_all(t, module, weights_for(model_shapes(c), 0))
-        t.true(
+        module = case.call(answer, c)
+        case.parameter_count(module, numbers_in(model_shapes(c)))
+        load_all(case, module, weights_for(model_shapes(c), 0))
+        case.true(
             hasattr(module, "config"),
             "The model has no attribute `config`. `generate` and later lessons read it.",
         )
@@ -888,35 +873,35 @@ def _(answer, t):
     "one token through one block: embed, block, norm, head",
     "Walk through it with one token: what is the shape after each of the four steps?",
 )
-def _(answer, t):
-    module, oracle = made_model(answer, t, replace(LLAMA, n_layers=1), seed=100)
-    logits_agree(t, module, oracle, torch.tensor([[5]]))
-    logits_agree(t, module, oracle, torch.tensor([[2], [22], [0]]))
+def _(answer, case):
+    module, oracle = made_model(answer, case, replace(LLAMA, n_layers=1), seed=100)
+    logits_agree(case, module, oracle, torch.tensor([[5]]))
+    logits_agree(case, module, oracle, torch.tensor([[2], [22], [0]]))
 
 
 @transformer.requires(
     "several tokens and blocks: each position sees itself and what came before",
     "Change the last token and see which logits move: only the last ones may.",
 )
-def _(answer, t):
-    module, oracle = made_model(answer, t, LLAMA, seed=200)
-    logits_agree(t, module, oracle, probe_ids(5, 7, below=23))
-    logits_agree(t, module, oracle, probe_ids(2, 9, below=23, seed=1))
+def _(answer, case):
+    module, oracle = made_model(answer, case, LLAMA, seed=200)
+    logits_agree(case, module, oracle, probe_ids(5, 7, below=23))
+    logits_agree(case, module, oracle, probe_ids(2, 9, below=23, seed=1))
 
 
 @transformer.requires(
     "each block is an object of its own, with starting values of its own",
     "How often does `Block(config)` run in your code?",
 )
-def _(answer, t):
-    module = t.call(answer, LLAMA)
+def _(answer, case):
+    module = case.call(answer, LLAMA)
     firsts = [dict(b.named_parameters())["attention.w_q.weight"] for b in module.blocks]
-    t.equal(len(firsts), 3, "the number of blocks")
+    case.equal(len(firsts), 3, "the number of blocks")
     alike = any(torch.equal(firsts[0], other) for other in firsts[1:])
-    t.true(not alike, "The blocks start with the same values.")
-    again = dict(t.call(answer, LLAMA).named_parameters())
+    case.true(not alike, "The blocks start with the same values.")
+    again = dict(case.call(answer, LLAMA).named_parameters())
     alike = torch.equal(firsts[0], again["blocks.0.attention.w_q.weight"])
-    t.true(not alike, "Two new models start with the same values.")
+    case.true(not alike, "Two new models start with the same values.")
 
 
 @transformer.requires(
@@ -924,35 +909,35 @@ def _(answer, t):
     "Copying values gives two parameters that drift apart in training. A parameter is an "
     "attribute like any other: two modules can hold the same one.",
 )
-def _(answer, t):
-    module = t.call(answer, TIED)
-    t.parameter_count(module, numbers_in(model_shapes(TIED)))
-    t.true(
+def _(answer, case):
+    module = case.call(answer, TIED)
+    case.parameter_count(module, numbers_in(model_shapes(TIED)))
+    case.true(
         module.head.weight is module.embedding.weight,
         "`head.weight` and `embedding.weight` are two parameters.",
     )
-    module, oracle = made_model(answer, t, TIED, seed=300)
-    logits_agree(t, module, oracle, probe_ids(2, 7, below=23, seed=2))
+    module, oracle = made_model(answer, case, TIED, seed=300)
+    logits_agree(case, module, oracle, probe_ids(2, 7, below=23, seed=2))
 
 
 @transformer.requires(
     'style "gpt2": learned positions on the embedding, LayerNorm, biases',
     "What is added to the embedding, and of which class is the last norm?",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (GPT2, TIED_GPT2):
-        module = t.call(answer, c)
-        t.parameter_count(module, numbers_in(model_shapes(c)))
-        module, oracle = made_model(answer, t, c, seed=400)
-        logits_agree(t, module, oracle, probe_ids(5, 7, below=23, seed=3))
+        module = case.call(answer, c)
+        case.parameter_count(module, numbers_in(model_shapes(c)))
+        module, oracle = made_model(answer, case, c, seed=400)
+        logits_agree(case, module, oracle, probe_ids(5, 7, below=23, seed=3))
 
 
 @transformer.requires("max_len tokens work, one more is a ValueError that names both")
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, GPT2):
-        module, oracle = made_model(answer, t, c, seed=500)
-        logits_agree(t, module, oracle, probe_ids(2, 11, below=23, seed=4))
-        t.raises(
+        module, oracle = made_model(answer, case, c, seed=500)
+        logits_agree(case, module, oracle, probe_ids(2, 11, below=23, seed=4))
+        case.raises(
             ValueError,
             module,
             probe_ids(2, 12, below=23),
@@ -966,24 +951,24 @@ def _(answer, t):
     "A head that holds the embedding's usual values, of size 1, makes logits of size "
     "√d_model. Which standard deviation did the text ask for?",
 )
-def _(answer, t):
+def _(answer, case):
     small = Sizes(500, 64, 2, 4, 2, 16, 96, 32)
     for c in (small, replace(small, tied=False), replace(small, style="gpt2")):
-        module = t.call(answer, c)
-        t.trace.pop()  # random as it should be, like the logits below
+        module = case.call(answer, c)
+        case.recording.pop()  # random as it should be, like the logits below
         for name, p in module.named_parameters():
             if p.dim() > 1 and "w_o" not in name and "w_2" not in name:
-                t.trace.append(f"{p.std():.1g}")
-                t.true(
+                case.note(f"{p.std():.1g}")
+                case.true(
                     0.015 < p.std().item() < 0.025,
                     f"`{name}` starts with a standard deviation of {p.std():.2g}, "
                     "expected 0.02.",
                 )
         ids = probe_ids(3, 32, below=500, seed=5)
-        logits = t.call(module, ids)[:, :-1].flatten(0, 1)
-        t.trace.pop()
+        logits = case.call(module, ids)[:, :-1].flatten(0, 1)
+        case.recording.pop()
         loss = F.cross_entropy(logits.double(), ids[:, 1:].flatten()).item()
-        t.true(
+        case.true(
             abs(loss - math.log(500)) < 0.5,
             f"The loss of a new model is {loss:.2f}, where guessing costs "
             f"{math.log(500):.2f}.",
@@ -995,18 +980,20 @@ def _(answer, t):
     "Matrices are the parameters with more than one dimension. The weights of the norms "
     "start at 1, biases at 0.",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (Sizes(500, 64, 2, 4, 2, 16, 96, 32), GPT2):
-        module = t.call(answer, c)
-        t.trace.pop()
+        module = case.call(answer, c)
+        case.recording.pop()
         changed = [
             name
             for name, p in module.named_parameters()
             if p.dim() == 1 and not bool((p == (not name.endswith("bias"))).all())
         ]
-        t.true(not changed, f"Not at their starting values: `{'`, `'.join(changed)}`.")
+        case.true(
+            not changed, f"Not at their starting values: `{'`, `'.join(changed)}`."
+        )
         far = (module.embedding.weight.abs() > 0.04).double().mean().item()
-        t.true(
+        case.true(
             c is GPT2 or 0.02 < far < 0.08,
             f"Of the embedding's values {far:.1%} lie beyond two standard deviations; "
             "of normal ones 4.6% do.",
@@ -1014,24 +1001,26 @@ def _(answer, t):
 
 
 @transformer.requires("float64, `eval()` and a second call of another length work")
-def _(answer, t):
+def _(answer, case):
     for c in (TIED, GPT2):
-        module, oracle = made_model(answer, t, c, seed=600)
+        module, oracle = made_model(answer, case, c, seed=600)
         module = module.double().eval()
         for size in ((3, 4), (2, 8), (1, 1)):
-            logits_agree(t, module, oracle, probe_ids(*size, below=23, seed=6))
+            logits_agree(case, module, oracle, probe_ids(*size, below=23, seed=6))
 
 
 @transformer.requires("gradients reach every parameter")
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, TIED, GPT2):
-        module, _ = made_model(answer, t, c, seed=700)
-        trained(t, module, probe_ids(3, c.max_len, below=23, seed=7))
+        module, _ = made_model(answer, case, c, seed=700)
+        trained(case, module, probe_ids(3, c.max_len, below=23, seed=7))
 
 
 @transformer.requires("it creates nothing on another device")
-def _(answer, t):
-    t.any_device(made_model(answer, t, LLAMA, seed=800)[0], probe_ids(2, 5, below=23))
+def _(answer, case):
+    case.any_device(
+        made_model(answer, case, LLAMA, seed=800)[0], probe_ids(2, 5, below=23)
+    )
 
 
 MODEL_FAULTS = {
@@ -1099,11 +1088,6 @@ def seeded_start(model, config):
             nn.init.normal_(p, std=0.02, generator=draw)
 
 
-def not_tied(model, config):
-    as_module_list(model, config)
-    model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
-
-
 def head_with_bias(model, config):
     as_module_list(model, config)
     model.head.bias = nn.Parameter(torch.zeros(config.vocab_size))
@@ -1158,29 +1142,6 @@ MODEL_BUILDS = {
 for name, (sentence, build) in MODEL_BUILDS.items():
     transformer.fault(name, sentence, model_with(build=build))
 
-transformer.fault(
-    "never_tied",
-    "`tied` is ignored: the head always has a matrix of its own.",
-    model_with(change=lambda c: replace(c, tied=False), build=as_module_list),
-)
-transformer.fault(
-    "always_tied",
-    "`tied` is ignored: the head always shares the embedding's matrix.",
-    model_with(change=lambda c: replace(c, tied=True), build=as_module_list),
-)
-transformer.fault(
-    "values_copied",
-    "The head starts with the embedding's values, but in a parameter of its own: the "
-    "first training step makes them differ.",
-    model_with(build=lambda m, c: (not_tied if c.tied else as_module_list)(m, c)),
-)
-transformer.fault(
-    "too_long_unchecked",
-    "More tokens than `max_len` are accepted. The model was never trained there; refuse, "
-    "and name both numbers.",
-    model_with(checks_length=False, build=as_module_list),
-)
-
 
 # sample -------------------------------------------------------------------------------
 
@@ -1195,24 +1156,26 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def draws(t, answer, logits, seed, **kwargs):
+def draws(case, answer, logits, seed, **kwargs):
     """`DRAWS` tokens for one row of logits; shape and dtype are checked."""
     given = logits.expand(DRAWS, -1)
     torch.manual_seed(1_000 + seed)
-    drawn = t.call(answer, given, **kwargs)
-    t.is_tensor(drawn)
+    drawn = case.call(answer, given, **kwargs)
+    case.is_tensor(drawn)
     if drawn.shape != (DRAWS,):
         raise Unmet(f"the result has shape {tuple(drawn.shape)}, expected ({DRAWS},).")
     if drawn.dtype != torch.int64:
         raise Unmet(f"the tokens are {drawn.dtype}, expected torch.int64.")
     # How often each came tells one mistake from another, in whatever way it was drawn.
-    t.trace[-1] = torch.bincount(drawn, minlength=logits.shape[-1]).div(DRAWS).half()
+    case.recording[-1] = (
+        torch.bincount(drawn, minlength=logits.shape[-1]).div(DRAWS).half()
+    )
     return drawn
 
 
-def follows(t, answer, logits, expected, what, seed, **kwargs):
+def follows(case, answer, logits, expected, what, seed, **kwargs):
     """The tokens are drawn with the `expected` probabilities, to 5.5 deviations."""
-    drawn = draws(t, answer, logits, seed, **kwargs)
+    drawn = draws(case, answer, logits, seed, **kwargs)
     found = torch.bincount(drawn, minlength=len(expected)).double() / DRAWS
     if len(found) > len(expected):
         raise Unmet(f"{what}: token {int(drawn.max())} is not in the vocabulary.")
@@ -1238,12 +1201,16 @@ ALL = (0, 2, 3, 5)
     "temperature 0 takes the most likely token of every row",
     "Treat 0 before you divide by it.",
 )
-def _(answer, t):
+def _(answer, case):
     logits = probe(5, 7, scale=3.0)
-    t.equal(t.call(answer, logits, temperature=0), logits.argmax(-1), "the tokens")
-    t.equal(t.call(answer, logits, 0.0), logits.argmax(-1), "with 0.0, the tokens")
-    t.equal(
-        t.call(answer, -50 - logits[:1], temperature=0.0, top_k=2, top_p=0.9),
+    case.equal(
+        case.call(answer, logits, temperature=0), logits.argmax(-1), "the tokens"
+    )
+    case.equal(
+        case.call(answer, logits, 0.0), logits.argmax(-1), "with 0.0, the tokens"
+    )
+    case.equal(
+        case.call(answer, -50 - logits[:1], temperature=0.0, top_k=2, top_p=0.9),
         logits[:1].argmin(-1),
         "the token",
     )
@@ -1254,36 +1221,38 @@ def _(answer, t):
     "Count how often each token comes in many draws. `torch.multinomial` draws from "
     "probabilities.",
 )
-def _(answer, t):
-    follows(t, answer, ODDS, kept(*ALL), "temperature 1", seed=1)
-    follows(t, answer, ODDS + 40, kept(*ALL), "larger logits", seed=2, temperature=1.0)
+def _(answer, case):
+    follows(case, answer, ODDS, kept(*ALL), "temperature 1", seed=1)
+    follows(
+        case, answer, ODDS + 40, kept(*ALL), "larger logits", seed=2, temperature=1.0
+    )
 
 
 @sampling.requires(
     "each row is drawn by itself, from its own logits",
     "Which dimension is the vocabulary?",
 )
-def _(answer, t):
+def _(answer, case):
     first = torch.tensor([3, 6, 0, 2, 5])
     # Steps of 100: whatever is kept, one token is sure, and the same mistake shows the same.
     rows = 50 - 100.0 * ((torch.arange(7) * 3 - first[:, None] * 3) % 7)
     for kwargs in ({}, dict(top_k=2), dict(top_p=0.8), dict(top_k=3, top_p=0.5)):
-        drawn = t.call(answer, rows, **kwargs)
-        t.equal(drawn, first, f"with {kwargs}, the tokens")
-        drawn = t.call(answer, rows[1:2], **kwargs)
-        t.equal(drawn, first[1:2], f"with {kwargs} and one row, the tokens")
-    drawn = draws(t, answer, torch.zeros(50), seed=3)
-    t.true(len(drawn.unique()) == 50, "All rows got the same few tokens.")
+        drawn = case.call(answer, rows, **kwargs)
+        case.equal(drawn, first, f"with {kwargs}, the tokens")
+        drawn = case.call(answer, rows[1:2], **kwargs)
+        case.equal(drawn, first[1:2], f"with {kwargs} and one row, the tokens")
+    drawn = draws(case, answer, torch.zeros(50), seed=3)
+    case.true(len(drawn.unique()) == 50, "All rows got the same few tokens.")
 
 
 @sampling.requires(
     "the temperature divides the logits: low is sharper, high is flatter",
     "What happens to the difference of two logits at temperature 0.5?",
 )
-def _(answer, t):
+def _(answer, case):
     for seed, heat in ((4, 0.5), (5, 2.0)):
         follows(
-            t,
+            case,
             answer,
             ODDS,
             kept(*ALL, temperature=heat)
@@ -1299,11 +1268,11 @@ def _(answer, t):
     "top_k keeps the k most likely tokens and shares their probability among them",
     "What becomes of the others before the softmax, so that they get exactly 0?",
 )
-def _(answer, t):
-    follows(t, answer, ODDS, kept(3, 0), "top_k 2", seed=6, top_k=2)
-    follows(t, answer, ODDS, kept(3, 0, 5), "top_k 3", seed=7, top_k=3)
-    follows(t, answer, ODDS, kept(3), "top_k 1", seed=8, top_k=1, temperature=3.0)
-    follows(t, answer, ODDS, kept(*ALL), "top_k 6, all", seed=9, top_k=6)
+def _(answer, case):
+    follows(case, answer, ODDS, kept(3, 0), "top_k 2", seed=6, top_k=2)
+    follows(case, answer, ODDS, kept(3, 0, 5), "top_k 3", seed=7, top_k=3)
+    follows(case, answer, ODDS, kept(3), "top_k 1", seed=8, top_k=1, temperature=3.0)
+    follows(case, answer, ODDS, kept(*ALL), "top_k 6, all", seed=9, top_k=6)
 
 
 @sampling.requires(
@@ -1311,7 +1280,7 @@ def _(answer, t):
     "Sort, add up, and look at the sum *before* each token: has it reached top_p "
     "already? Then tokens must go back to their own numbers.",
 )
-def _(answer, t):
+def _(answer, case):
     for seed, (top_p, tokens) in enumerate(
         (
             (0.95, ALL),
@@ -1323,27 +1292,27 @@ def _(answer, t):
         )
     ):
         what = f"top_p {top_p} on probabilities 0.4, 0.3, 0.2, 0.1"
-        follows(t, answer, ODDS, kept(*tokens), what, seed=10 + seed, top_p=top_p)
+        follows(case, answer, ODDS, kept(*tokens), what, seed=10 + seed, top_p=top_p)
 
 
 @sampling.requires(
     "top_p of 1 keeps every token, in the smallest vocabulary too",
     "With top_p = 1 no token crosses. What does your search for the crossing give then?",
 )
-def _(answer, t):
-    follows(t, answer, ODDS, kept(*ALL), "top_p 1", seed=20, top_p=1.0)
+def _(answer, case):
+    follows(case, answer, ODDS, kept(*ALL), "top_p 1", seed=20, top_p=1.0)
     two = torch.tensor([0.0, math.log(3)])
     follows(
-        t, answer, two, torch.tensor([0.25, 0.75]), "two tokens", seed=21, top_p=1.0
+        case, answer, two, torch.tensor([0.25, 0.75]), "two tokens", seed=21, top_p=1.0
     )
-    t.equal(
-        t.call(answer, torch.zeros(3, 1), top_p=1.0, top_k=1),
+    case.equal(
+        case.call(answer, torch.zeros(3, 1), top_p=1.0, top_k=1),
         torch.zeros(3, dtype=torch.int64),
         "of a vocabulary of one, the tokens",
     )
     torch.manual_seed(22)
-    drawn = t.call(answer, torch.zeros(2_000, 300), top_p=1.0)
-    t.true(len(drawn.unique()) > 285, "Some of 300 equal tokens never come.")
+    drawn = case.call(answer, torch.zeros(2_000, 300), top_p=1.0)
+    case.true(len(drawn.unique()) > 285, "Some of 300 equal tokens never come.")
 
 
 @sampling.requires(
@@ -1351,7 +1320,7 @@ def _(answer, t):
     "At temperature 0.5 the odds 0.4, 0.3, 0.2, 0.1 become about 0.53, 0.30, 0.13, 0.03. "
     "And after top_k the probabilities that are left sum to 1 again.",
 )
-def _(answer, t):
+def _(answer, case):
     for seed, (settings, tokens) in enumerate(
         (
             (dict(temperature=0.5, top_p=0.75), (3, 0)),
@@ -1363,75 +1332,89 @@ def _(answer, t):
         heat = settings.get("temperature", 1.0)
         expected = kept(*tokens, temperature=heat)
         follows(
-            t, answer, ODDS, expected, f"with {settings}", seed=30 + seed, **settings
+            case, answer, ODDS, expected, f"with {settings}", seed=30 + seed, **settings
         )
 
 
 @sampling.requires(
     "rows are cut one by one: a sure row keeps few tokens, an unsure one many",
 )
-def _(answer, t):
+def _(answer, case):
     sure = torch.tensor([0.02, 0.02, 0.9, 0.02, 0.02, 0.02]).log()
     torch.manual_seed(40)
-    drawn = t.call(answer, torch.stack([sure, ODDS] * DRAWS), top_p=0.85)
-    t.true(bool((drawn[0::2] == 2).all()), "Of the sure row others than token 2 came.")
+    drawn = case.call(answer, torch.stack([sure, ODDS] * DRAWS), top_p=0.85)
+    case.true(
+        bool((drawn[0::2] == 2).all()), "Of the sure row others than token 2 came."
+    )
     found = set(drawn[1::2].unique().tolist())
-    t.equal(found, {0, 3, 5}, "what came from the unsure row")
+    case.equal(found, {0, 3, 5}, "what came from the unsure row")
 
 
 @sampling.requires(
     "a generator alone decides what is drawn; without one torch's own does",
     "Pass the generator on to what draws, and nothing else.",
 )
-def _(answer, t):
+def _(answer, case):
     logits = torch.zeros(50, 9)
     for settings in ({}, dict(top_k=8, top_p=0.95)):
         generator = seeded(3)
         torch.manual_seed(1)
-        first = t.mutate(answer, logits.clone(), generator=generator, **settings)
+        first = case.call_in_place(
+            answer, logits.clone(), generator=generator, **settings
+        )
         after = torch.initial_seed(), torch.rand(1).item()
-        second = t.mutate(answer, logits.clone(), generator=generator, **settings)
+        second = case.call_in_place(
+            answer, logits.clone(), generator=generator, **settings
+        )
         torch.manual_seed(1)
         untouched = torch.initial_seed(), torch.rand(1).item()
-        again = t.mutate(answer, logits.clone(), generator=seeded(3), **settings)
-        t.equal(again, first, "the same seed gives the same tokens; the second call")
-        t.true(
+        again = case.call_in_place(
+            answer, logits.clone(), generator=seeded(3), **settings
+        )
+        case.equal(again, first, "the same seed gives the same tokens; the second call")
+        case.true(
             not torch.equal(first, second), "Two calls in a row gave the same tokens."
         )
-        t.true(after == untouched, "With a generator, torch's own state changed too.")
+        case.true(
+            after == untouched, "With a generator, torch's own state changed too."
+        )
     torch.manual_seed(8)
-    first = t.call(answer, logits)
-    second = t.call(answer, logits)
-    t.true(not torch.equal(first, second), "Two calls in a row gave the same tokens.")
+    first = case.call(answer, logits)
+    second = case.call(answer, logits)
+    case.true(
+        not torch.equal(first, second), "Two calls in a row gave the same tokens."
+    )
 
 
 @sampling.requires(
     "huge logits, −inf, half precision and unordered memory do no harm",
     "exp overflows above 88 in float32: torch.softmax subtracts the maximum for you.",
 )
-def _(answer, t):
+def _(answer, case):
     huge = torch.tensor([[1e4, -1e4, 3.0], [-1e4, 3.0, 1e4]])
     for settings in ({}, dict(temperature=1e-3), dict(top_p=0.9), dict(top_k=2)):
-        drawn = t.call(answer, huge, **settings)
-        t.equal(drawn, torch.tensor([0, 2]), f"with {settings}, the tokens")
+        drawn = case.call(answer, huge, **settings)
+        case.equal(drawn, torch.tensor([0, 2]), f"with {settings}, the tokens")
     for kind in (torch.float16, torch.bfloat16):
-        drawn = t.call(answer, huge.to(kind), temperature=1e-3)
-        t.equal(
+        drawn = case.call(answer, huge.to(kind), temperature=1e-3)
+        case.equal(
             drawn, torch.tensor([0, 2]), f"in {kind} at temperature 0.001, the tokens"
         )
     hidden = ODDS.clone()
     hidden[3] = -torch.inf
-    follows(t, answer, hidden, kept(0, 2, 5), "token 3 at −inf", seed=50)
+    follows(case, answer, hidden, kept(0, 2, 5), "token 3 at −inf", seed=50)
     follows(
-        t, answer, hidden, kept(0, 5), "token 3 at −inf", seed=51, top_p=0.7, top_k=3
+        case, answer, hidden, kept(0, 5), "token 3 at −inf", seed=51, top_p=0.7, top_k=3
     )
     for kind in (torch.float16, torch.bfloat16, torch.float64):
         logits = ODDS.clamp(min=-60).to(kind)
         expected = torch.softmax(logits.double(), -1)
-        follows(t, answer, logits, expected, f"in {kind}", seed=52)
+        follows(case, answer, logits, expected, f"in {kind}", seed=52)
     columns = probe(7, 5, seed=53).T
-    t.equal(
-        t.call(answer, columns, top_k=1), columns.argmax(-1), "of columns, the tokens"
+    case.equal(
+        case.call(answer, columns, top_k=1),
+        columns.argmax(-1),
+        "of columns, the tokens",
     )
 
 
@@ -1439,7 +1422,7 @@ def _(answer, t):
     "settings that make no sense are a ValueError that names the value",
     "Test all of them first, before temperature 0 returns.",
 )
-def _(answer, t):
+def _(answer, case):
     # Steps of 100: what is drawn where nothing is refused is no matter of chance.
     logits = 100.0 * ((torch.arange(7) * 3 + torch.arange(3)[:, None]) % 7)
     for name, values in dict(
@@ -1447,7 +1430,7 @@ def _(answer, t):
     ).items():
         for value in values:
             for more in ({}, {} if name == "temperature" else dict(temperature=0)):
-                t.raises(
+                case.raises(
                     ValueError,
                     answer,
                     logits,
@@ -1636,52 +1619,54 @@ PROMPTS = probe_ids(3, 4, below=11)
     "Do it by hand once: which row of the logits speaks of the next token, and what does "
     "the model read in the second step?",
 )
-def _(answer, t):
+def _(answer, case):
     for n in (1, 2, 6):
-        actual = t.call(answer, Sums(), PROMPTS, n, temperature=0)
-        t.equal(actual, continued(Sums(), PROMPTS, n), f"{n} more tokens: the result")
+        actual = case.call(answer, Sums(), PROMPTS, n, temperature=0)
+        case.equal(
+            actual, continued(Sums(), PROMPTS, n), f"{n} more tokens: the result"
+        )
     one = probe_ids(5, 1, below=11, seed=1)
-    actual = t.call(answer, Sums(), one, n_tokens=7, temperature=0.0)
-    t.equal(actual, continued(Sums(), one, 7), "from one token: the result")
+    actual = case.call(answer, Sums(), one, n_tokens=7, temperature=0.0)
+    case.equal(actual, continued(Sums(), one, 7), "from one token: the result")
 
 
 @generation.requires("no tokens to add gives back the prompt")
-def _(answer, t):
-    t.equal(t.call(answer, Sums(), PROMPTS, 0), PROMPTS, "the result")
+def _(answer, case):
+    case.equal(case.call(answer, Sums(), PROMPTS, 0), PROMPTS, "the result")
 
 
 @generation.requires(
     "past max_len the model sees the last max_len tokens",
     "The text grows, the window moves. Which end of the text must the model see?",
 )
-def _(answer, t):
+def _(answer, case):
     for longest in (4, 6):
         model = Sums(max_len=longest)
-        actual = t.call(answer, model, PROMPTS, 9, temperature=0)
+        actual = case.call(answer, model, PROMPTS, 9, temperature=0)
         expected = continued(Sums(max_len=longest), PROMPTS, 9)
-        t.equal(actual, expected, f"with max_len {longest}: the result")
+        case.equal(actual, expected, f"with max_len {longest}: the result")
 
 
 @generation.requires(
     "the settings of sample are passed on, each under its own name",
     "Pass them by name, or in the order that `sample` has.",
 )
-def _(answer, t):
+def _(answer, case):
     greedy = continued(Sums(), PROMPTS, 5)
     for settings in (
         dict(top_k=1, temperature=5.0),
         dict(top_p=1e-6, temperature=5.0),
         dict(temperature=1e-4),
     ):
-        actual = t.call(answer, Sums(), PROMPTS, 5, **settings)
-        t.equal(actual, greedy, f"with {settings}, as good as greedy: the result")
+        actual = case.call(answer, Sums(), PROMPTS, 5, **settings)
+        case.equal(actual, greedy, f"with {settings}, as good as greedy: the result")
     many = PROMPTS[:1].expand(4_000, -1)
     p = torch.softmax(Sums()(PROMPTS[:1])[0, -1].detach().double(), -1)
     torch.manual_seed(5)
-    drawn = t.call(answer, Sums(), many, 1)[:, -1]
+    drawn = case.call(answer, Sums(), many, 1)[:, -1]
     for token in range(11):
         found, wanted = (drawn == token).double().mean().item(), p[token].item()
-        t.true(
+        case.true(
             abs(found - wanted) < 5.5 * math.sqrt(wanted * (1 - wanted) / 4_000),
             f"Without settings token {token} came in {found:.1%} of 4,000 draws, "
             f"expected {wanted:.1%}: the temperature is 1 unless given.",
@@ -1689,27 +1674,29 @@ def _(answer, t):
 
 
 @generation.requires("a generator alone decides what is drawn")
-def _(answer, t):
+def _(answer, case):
     model = Sums(scale=1.0)
     runs = []
     for seed, of_torch in ((2, 0), (2, 1), (3, 1)):
         torch.manual_seed(of_torch)
-        runs.append(t.mutate(answer, model, PROMPTS, 12, generator=seeded(seed)))
-        t.is_tensor(runs[-1])
-    t.equal(runs[1], runs[0], "the same seed again: the result")
-    t.true(not torch.equal(runs[1], runs[2]), "Two seeds gave the same text.")
+        runs.append(
+            case.call_in_place(answer, model, PROMPTS, 12, generator=seeded(seed))
+        )
+        case.is_tensor(runs[-1])
+    case.equal(runs[1], runs[0], "the same seed again: the result")
+    case.true(not torch.equal(runs[1], runs[2]), "Two seeds gave the same text.")
     new = runs[0][:, 4:]
-    t.true(len(new.unique()) > 2, "The same token was drawn again and again.")
+    case.true(len(new.unique()) > 2, "The same token was drawn again and again.")
 
 
 @generation.requires(
     "an empty prompt, and one longer than max_len, are a ValueError",
     "Test the prompt before the loop.",
 )
-def _(answer, t):
+def _(answer, case):
     empty = torch.empty(2, 0, dtype=torch.int64)
-    t.raises(ValueError, answer, Sums(), empty, 3, because="an empty prompt")
-    t.raises(
+    case.raises(ValueError, answer, Sums(), empty, 3, because="an empty prompt")
+    case.raises(
         ValueError,
         answer,
         Sums(max_len=3),
@@ -1719,9 +1706,9 @@ def _(answer, t):
         mentions=(4, 3),
         because="a prompt of 4 tokens where max_len is 3",
     )
-    same = t.call(answer, Sums(max_len=4), PROMPTS, 1, temperature=0)
+    same = case.call(answer, Sums(max_len=4), PROMPTS, 1, temperature=0)
     expected = continued(Sums(max_len=4), PROMPTS, 1)
-    t.equal(same, expected, "a prompt of exactly max_len: the result")
+    case.equal(same, expected, "a prompt of exactly max_len: the result")
 
 
 @generation.requires(
@@ -1729,7 +1716,7 @@ def _(answer, t):
     "Each step would keep everything that a backward pass needs. There is a decorator "
     "for functions that need none.",
 )
-def _(answer, t):
+def _(answer, case):
     seen = []
 
     class Watching(Sums):
@@ -1737,13 +1724,13 @@ def _(answer, t):
             seen.append(torch.is_grad_enabled())
             return super().forward(ids)
 
-    t.call(answer, Watching(), PROMPTS, 2, temperature=0)
-    t.true(not any(seen), "The model ran with gradients enabled.")
+    case.call(answer, Watching(), PROMPTS, 2, temperature=0)
+    case.true(not any(seen), "The model ran with gradients enabled.")
 
 
 @generation.requires("it creates nothing on another device")
-def _(answer, t):
-    t.any_device(answer, Sums(), PROMPTS, 2, temperature=0)
+def _(answer, case):
+    case.any_device(answer, Sums(), PROMPTS, 2, temperature=0)
 
 
 def generator_that(wrong=""):
@@ -1849,42 +1836,42 @@ LLAMA_3_8B = Sizes(128_256, 4_096, 32, 32, 8, 128, 14_336, 8_192, tied=False)
     "List the matrices of one block with their shapes: four in attention, three in the "
     "feed-forward network; then the norms.",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (
         LLAMA,
         replace(LLAMA, n_layers=1),
         replace(LLAMA, n_kv_heads=6, d_head=2),
     ):
-        found = t.call(answer, c)
-        t.equal(found, numbers_in(model_shapes(c)), f"for {c}, it")
+        found = case.call(answer, c)
+        case.equal(found, numbers_in(model_shapes(c)), f"for {c}, it")
 
 
 @counting.requires("a tied matrix counts once")
-def _(answer, t):
+def _(answer, case):
     for c in (TIED, replace(TIED, n_layers=5, n_kv_heads=1)):
-        t.equal(t.call(answer, c), numbers_in(model_shapes(c)), f"for {c}, it")
+        case.equal(case.call(answer, c), numbers_in(model_shapes(c)), f"for {c}, it")
 
 
 @counting.requires(
     'style "gpt2": biases, two numbers a norm, the table of positions, no gate',
     "A bias has as many numbers as its layer has outputs, and LayerNorm has one too.",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (GPT2, TIED_GPT2, replace(GPT2, n_kv_heads=6, d_head=2, max_len=99)):
-        t.equal(t.call(answer, c), numbers_in(model_shapes(c)), f"for {c}, it")
+        case.equal(case.call(answer, c), numbers_in(model_shapes(c)), f"for {c}, it")
 
 
 @counting.requires("the published counts of SmolLM2, GPT-2, Llama 2 7B and Llama 3 8B")
-def _(answer, t):
+def _(answer, case):
     for name, c, published in (
         ("SmolLM2-135M", SMOLLM, 134_515_008),
         ("GPT-2 small", GPT2_SMALL, 124_439_808),
         ("Llama 2 7B", LLAMA_7B, 6_738_415_616),
         ("Llama 3 8B", LLAMA_3_8B, 8_030_261_248),
     ):
-        found = t.call(answer, c)
-        t.equal(found, published, f"for {name} it")
-        t.true(isinstance(found, int), "The count is no whole number: use no `/`.")
+        found = case.call(answer, c)
+        case.equal(found, published, f"for {name} it")
+        case.true(isinstance(found, int), "The count is no whole number: use no `/`.")
 
 
 def counter(wrong=""):
@@ -1978,9 +1965,9 @@ def flops_of(c, t):
     "one token of style llama costs what PyTorch counts",
     "A product `(T, n) @ (n, m)` takes T·n·m multiplications and as many additions.",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, replace(LLAMA, n_kv_heads=6, d_ff=9)):
-        t.equal(t.call(answer, c, 1), flops_of(c, 1), f"for {c} and 1 token, it")
+        case.equal(case.call(answer, c, 1), flops_of(c, 1), f"for {c} and 1 token, it")
 
 
 @costing.requires(
@@ -1988,28 +1975,34 @@ def _(answer, t):
     "Two products in attention have no weights: which, and what are their shapes in each "
     "head?",
 )
-def _(answer, t):
+def _(answer, case):
     for n in (2, 7, 11):
-        t.equal(t.call(answer, LLAMA, n), flops_of(LLAMA, n), f"for {n} tokens, it")
+        case.equal(
+            case.call(answer, LLAMA, n), flops_of(LLAMA, n), f"for {n} tokens, it"
+        )
 
 
 @costing.requires("tied or not, the head multiplies; style gpt2 has no gate")
-def _(answer, t):
+def _(answer, case):
     for c in (TIED, GPT2, TIED_GPT2):
         for n in (1, 9):
-            t.equal(t.call(answer, c, n), flops_of(c, n), f"for {c}, {n} tokens, it")
+            case.equal(
+                case.call(answer, c, n), flops_of(c, n), f"for {c}, {n} tokens, it"
+            )
 
 
 @costing.requires("large models and long texts too, as whole numbers")
-def _(answer, t):
+def _(answer, case):
     for name, c in (
         ("four layers of SmolLM2-135M", replace(SMOLLM, n_layers=4)),
         ("two layers of Llama 3 8B", replace(LLAMA_3_8B, n_layers=2)),
     ):
         for n in (1, 1_000):
-            found = t.call(answer, c, n)
-            t.equal(found, flops_of(c, n), f"for {name} and {n} tokens, it")
-            t.true(isinstance(found, int), "The count is no whole number: use no `/`.")
+            found = case.call(answer, c, n)
+            case.equal(found, flops_of(c, n), f"for {name} and {n} tokens, it")
+            case.true(
+                isinstance(found, int), "The count is no whole number: use no `/`."
+            )
 
 
 def coster(wrong=""):
@@ -2089,7 +2082,7 @@ for name, sentence in FLOP_FAULTS.items():
 
 # The parts of lessons 02 to 08 together ------------------------------------------------
 
-joint = Joint(
+joint = IntegrationCheck(
     "whole_decoder",
     lesson="forward_pass",
     parts={
@@ -2124,51 +2117,55 @@ def own_weights(p, prefix):
     "Give `MultiHeadAttention` your `causal_mask` and your `rope` by hand and print the "
     "first row: it sees only itself.",
 )
-def _(parts, t):
+def _(parts, case):
     p = weights_for(block_shapes(LLAMA), 900)
-    module = t.call(parts["MultiHeadAttention"], 10, 6, 2, 4)
-    load_all(t, module, own_weights(p, "attention"))
-    x, mask = probe(3, 7, 10, seed=901), t.call(parts["causal_mask"], 7)
+    module = case.call(parts["MultiHeadAttention"], 10, 6, 2, 4)
+    load_all(case, module, own_weights(p, "attention"))
+    x, mask = probe(3, 7, 10, seed=901), case.call(parts["causal_mask"], 7)
     turn = partial(parts["rope"], positions=torch.arange(7), base=100.0)
-    actual = t.call(module, x, mask, turn)
+    actual = case.call(module, x, mask, turn)
     expected = looked_up(x.double(), doubled(p), LLAMA, causal(7), None)
-    t.close(actual, expected, "attention with mask and rotation", like=x)
+    case.close(actual, expected, "attention with mask and rotation", like=x)
 
 
 @joint.requires(
     "pre_norm, RMSNorm and SwiGLU make the second half of a block",
     "Compare pre_norm(x, feed_forward, norm_2) with the two lines written out.",
 )
-def _(parts, t):
+def _(parts, case):
     p = weights_for(block_shapes(LLAMA), 910)
-    ff = load_all(t, t.call(parts["SwiGLU"], 10, 14), own_weights(p, "feed_forward"))
-    norm = t.load(t.call(parts["RMSNorm"], 10, 1e-2), weight=p["norm_2"])
+    ff = load_all(
+        case, case.call(parts["SwiGLU"], 10, 14), own_weights(p, "feed_forward")
+    )
+    norm = case.load(case.call(parts["RMSNorm"], 10, 1e-2), weight=p["norm_2"])
     x = probe(3, 7, 10, seed=911, scale=0.3)
-    actual = t.call(parts["pre_norm"], x, ff, norm)
+    actual = case.call(parts["pre_norm"], x, ff, norm)
     wide = x.double()
     expected = wide + thought(
         normed(wide, doubled(p), "norm_2", LLAMA), doubled(p), LLAMA
     )
-    t.close(actual, expected, "the second half of a block", like=x)
+    case.close(actual, expected, "the second half of a block", like=x)
 
 
 @joint.requires(
     "FeedForward with gelu, and LearnedPositions, are what style gpt2 needs",
 )
-def _(parts, t):
+def _(parts, case):
     c = GPT2
     p = weights_for(block_shapes(c), 920)
-    ff = t.call(parts["FeedForward"], 10, 14, parts["gelu"])
+    ff = case.call(parts["FeedForward"], 10, 14, parts["gelu"])
     for name in ("w_1", "w_2"):
-        t.load(ff, **{name: p[f"feed_forward.{name}"]})
+        case.load(ff, **{name: p[f"feed_forward.{name}"]})
         layer = getattr(ff, name)
         layer.bias = nn.Parameter(p[f"feed_forward.{name}.bias"].clone())
     x = probe(3, 7, 10, seed=921)
     expected = thought(x.double(), doubled(p), c)
-    t.close(t.call(ff, x), expected, "the feed-forward network with biases", like=x)
-    table = t.load(t.call(parts["LearnedPositions"], 11, 10), table=probe(11, 10))
-    actual = t.call(table, torch.arange(7))
-    t.close(actual, probe(11, 10)[:7], "the first seven positions")
+    case.close(
+        case.call(ff, x), expected, "the feed-forward network with biases", like=x
+    )
+    table = case.load(case.call(parts["LearnedPositions"], 11, 10), table=probe(11, 10))
+    actual = case.call(table, torch.arange(7))
+    case.close(actual, probe(11, 10)[:7], "the first seven positions")
 
 
 @joint.requires(
@@ -2176,32 +2173,36 @@ def _(parts, t):
     "All parts are right one by one, and put together they differ from your block. Has "
     "one of them been edited since? Run the check cells again.",
 )
-def _(parts, t):
+def _(parts, case):
     for fields in (LLAMA, GPT2):
-        c = t.call(parts["TransformerConfig"], *[getattr(fields, n) for n in FIELDS])
+        c = case.call(parts["TransformerConfig"], *[getattr(fields, n) for n in FIELDS])
         p = weights_for(block_shapes(c), 930)
-        module = load_all(t, t.call(parts["Block"], c), p)
-        x, mask = probe(3, 7, 10, seed=931), t.call(parts["causal_mask"], 7)
+        module = load_all(case, case.call(parts["Block"], c), p)
+        x, mask = probe(3, 7, 10, seed=931), case.call(parts["causal_mask"], 7)
         expected = one_block(x.double(), doubled(p), c, causal(7))
-        t.close(t.call(module, x, mask), expected, f"a block, style {c.style}", like=x)
+        case.close(
+            case.call(module, x, mask), expected, f"a block, style {c.style}", like=x
+        )
 
 
 @joint.requires("Transformer gives the logits, and generate continues a text with it")
-def _(parts, t):
+def _(parts, case):
     for fields in (LLAMA, TIED_GPT2):
-        c = t.call(parts["TransformerConfig"], *[getattr(fields, n) for n in FIELDS])
+        c = case.call(parts["TransformerConfig"], *[getattr(fields, n) for n in FIELDS])
         p = doubled(weights_for(model_shapes(c), 940))
-        model = load_all(t, t.call(parts["Transformer"], c), p).double()
+        model = load_all(case, case.call(parts["Transformer"], c), p).double()
         ids = probe_ids(3, 4, below=23, seed=941)
         expected = whole_decoder(ids, p, c)
-        t.close(t.call(model, ids), expected, f"logits, {c.style}", tolerance=ANGLES)
+        case.close(
+            case.call(model, ids), expected, f"logits, {c.style}", tolerance=ANGLES
+        )
         oracle = SimpleNamespace(max_len=c.max_len)
         expected = continued(Decoder(p, c, oracle), ids, 9)
-        actual = t.call(parts["generate"], model, ids, 9, temperature=0)
-        t.equal(actual, expected, "nine more tokens, past max_len: the text")
-        last = t.call(model, ids)[:, -1]
-        t.equal(
-            t.call(parts["sample"], last, temperature=0),
+        actual = case.call(parts["generate"], model, ids, 9, temperature=0)
+        case.equal(actual, expected, "nine more tokens, past max_len: the text")
+        last = case.call(model, ids)[:, -1]
+        case.equal(
+            case.call(parts["sample"], last, temperature=0),
             expected[:, 4],
             "the next token",
         )

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.check.case import Crashed, Explained, Raised, Unmet, describe
-from utils.check.exercise import Exercise, Joint
+from utils.check.errors import Crashed, Explained, Unmet
+from utils.check.recording import Raised
+from utils.check.wording import describe
+from utils.check.exercise import Exercise, IntegrationCheck
 from utils.exercises.forward_pass import (
     ANGLES,
     GPT2,
@@ -34,7 +36,7 @@ from utils.probe import probe, probe_ids, strided
 
 # KVCache ------------------------------------------------------------------------------
 
-cache_ = Exercise("KVCache", lesson="kv_cache")
+KVCache = Exercise("KVCache", lesson="kv_cache")
 
 
 class Cache:
@@ -119,21 +121,21 @@ def chunk(t, seed=0, batch=2, heads=3, d_head=5, **kind):
     return tuple(probe(batch, heads, t, d_head, seed=seed + i, **kind) for i in (0, 50))
 
 
-def new_cache(answer, t, n_layers=1, max_len=9, **kind):
-    return t.call(answer, n_layers, 2, 3, max_len, 5, **kind)
+def new_cache(answer, case, n_layers=1, max_len=9, **kind):
+    return case.call(answer, n_layers, 2, 3, max_len, 5, **kind)
 
 
-def length_is(t, cache, expected, when):
+def length_is(case, cache, expected, when):
     def length():
         return cache.length
 
-    before = t.called
+    before = case.called
     try:
-        found = t.call(length)
+        found = case.call(length)
     except Crashed:
-        t.called = "cache.length"
+        case.called = "cache.length"
         raise
-    t.called = before  # the call that should have moved it
+    case.called = before  # the call that should have moved it
     if callable(found):
         raise Explained(
             "`length` is a method. It is read without brackets, `cache.length`: make it "
@@ -143,64 +145,66 @@ def length_is(t, cache, expected, when):
         raise Explained(
             f"`length` is of type {type(found).__name__}. It counts positions: an int."
         )
-    t.equal(found, expected, f"{when}: `length`")
+    case.equal(found, expected, f"{when}: `length`")
 
 
-def taken(t, f, *args):
+def taken(case, f, *args):
     """`t.call`, where a ValueError is a refusal, in whatever words."""
     try:
-        return t.call(f, *args)
+        return case.call(f, *args)
     except Crashed as crash:
         if isinstance(crash.error, ValueError):
-            t.trace[-1] = "ValueError"
+            case.recording[-1] = "ValueError"
         raise
 
 
-def appended(t, cache, layer, chunks, when="", seen=None, unwritten=False):
+def appended(case, cache, layer, chunks, when="", seen=None, unwritten=False):
     """Append the last of `chunks`; their last `seen` positions must come back.
 
     unwritten: a mistake may show memory that nobody has written to, which can hold
         anything, so that its shape alone tells mistakes apart.
     """
-    found = taken(t, cache.append, layer, *chunks[-1])
-    t.is_tuple(found, 2, "what `append` returns")
+    found = taken(case, cache.append, layer, *chunks[-1])
+    case.is_tuple(found, 2, "what `append` returns")
     for i, name in ((0, "keys"), (1, "values")):
         what = f"what `append` returns as {name}"
-        t.is_tensor(found[i], what)
+        case.is_tensor(found[i], what)
         expected = torch.cat([each[i] for each in chunks], 2)
         expected = expected if seen is None else expected[:, :, -seen:]
         if unwritten and found[i].shape != expected.shape:
-            t.trace[-1] = tuple(tuple(getattr(x, "shape", ())) for x in found)
-        t.equal(found[i].detach().clone(), expected, f"{when}{what}")
+            case.recording[-1] = tuple(tuple(getattr(x, "shape", ())) for x in found)
+        case.equal(found[i].detach().clone(), expected, f"{when}{what}")
     return found
 
 
-def refuses(t, f, *args, because, **kwargs):
+def refuses(case, f, *args, because, **kwargs):
     """A ValueError, in whatever words: these do not tell one mistake from another."""
     try:
-        t.raises(ValueError, f, *args, because=because, **kwargs)
+        case.raises(ValueError, f, *args, because=because, **kwargs)
     except Unmet:
-        came = t.trace[-1]
-        t.trace[-1] = came.type if isinstance(came, Raised) else "no error"
+        came = case.recording[-1]
+        case.recording[-1] = came.type if isinstance(came, Raised) else "no error"
         raise
 
 
-def refused(t, new, append, wrong, mentions, because, **kind):
+def refused(case, new, append, wrong, mentions, because, **kind):
     """`wrong` is a ValueError, and what comes next is stored behind what was there.
 
     new: makes a cache; append: `appended`, or the same for another cache.
     """
     cache, held = new(**kind), chunk(3, **kind)
-    append(t, cache, 0, [held])
+    append(case, cache, 0, [held])
     try:
-        refuses(t, cache.append, 0, *wrong, mentions=mentions, because=because)
+        refuses(case, cache.append, 0, *wrong, mentions=mentions, because=because)
     except Unmet:
-        if t.trace[-1] != "ValueError":  # PyTorch refuses, or not: nobody compared
-            t.trace[-1] = "not compared"
+        if (
+            case.recording[-1] != "ValueError"
+        ):  # PyTorch refuses, or not: nobody compared
+            case.recording[-1] = "not compared"
         raise
     after = f"after the refused call ({because})"
-    length_is(t, cache, 3, after)
-    append(t, cache, 0, [held, chunk(2, seed=7, **kind)], f"{after}: ")
+    length_is(case, cache, 3, after)
+    append(case, cache, 0, [held, chunk(2, seed=7, **kind)], f"{after}: ")
 
 
 def misfits(size, stored=torch.float32, **wrong):
@@ -214,7 +218,7 @@ def misfits(size, stored=torch.float32, **wrong):
     )
 
 
-def shapes_refused(t, new, append):
+def shapes_refused(case, new, append):
     """Keys and values of another batch, head count or width than the cache's."""
     for wrong, names in (
         (dict(batch=1), (1, 2)),
@@ -228,12 +232,12 @@ def shapes_refused(t, new, append):
         (what,) = wrong
         for which, *misfit in misfits(2, **wrong):
             because = f"{what} {names[0]} of {which} where the cache has {names[1]}"
-            refused(t, new, append, misfit, names, because)
+            refused(case, new, append, misfit, names, because)
     uneven = (chunk(4)[0], chunk(1)[1])
-    refused(t, new, append, uneven, (), "4 keys with 1 value")
+    refused(case, new, append, uneven, (), "4 keys with 1 value")
 
 
-def dtypes_refused(t, new, append):
+def dtypes_refused(case, new, append):
     for dtype, other in (
         (torch.float32, torch.float64),
         (torch.bfloat16, torch.float32),
@@ -245,10 +249,10 @@ def dtypes_refused(t, new, append):
         for which, *misfit in misfits(2, dtype, dtype=other):
             names = (str(dtype)[6:], str(other)[6:])
             because = f"{names[1]} {which} where the cache is {names[0]}"
-            refused(t, new, append, misfit, names, because, dtype=dtype)
+            refused(case, new, append, misfit, names, because, dtype=dtype)
 
 
-def devices_refused(t, new, append):
+def devices_refused(case, new, append):
     k, v = (x.to("meta") for x in chunk(2))
     for which, *misfit in (
         ("keys and values", k, v),
@@ -256,7 +260,7 @@ def devices_refused(t, new, append):
         ("keys", k, chunk(2)[1]),
     ):
         because = f"{which} on the device `meta` where the cache is on `cpu`"
-        refused(t, new, append, misfit, ("meta", "cpu"), because)
+        refused(case, new, append, misfit, ("meta", "cpu"), because)
 
 
 def default_dtype_taken(t, new, append):
@@ -266,218 +270,222 @@ def default_dtype_taken(t, new, append):
             append(t, new(**kind), 0, [chunk(2, dtype=dtype)])
 
 
-def device_taken(t, new):
+def device_taken(case, new):
     for device in ("meta", torch.device("meta")):
         cache = new(device=device)
         k, v = (x.to("meta") for x in chunk(2))
         for _ in range(3):
-            found = t.mutate(cache.append, 0, k, v)
-            t.is_tuple(found, 2, "what `append` returns")
-            t.true(
+            found = case.call_in_place(cache.append, 0, k, v)
+            case.is_tuple(found, 2, "what `append` returns")
+            case.true(
                 all(x.device.type == "meta" for x in found),
                 "The cache was built with a `device`, and what it returns is on "
                 "another.",
             )
 
 
-@cache_.requires(
+@KVCache.requires(
     "keys and values that are appended to an empty layer come back, and length counts "
     "their positions",
     "Which slice of your buffer holds what has been stored so far?",
 )
-def _(answer, t):
-    cache = new_cache(answer, t)
-    length_is(t, cache, 0, "a new cache")
-    appended(t, cache, 0, [chunk(4)])
-    length_is(t, cache, 4, "after 4 positions")
+def _(answer, case):
+    cache = new_cache(answer, case)
+    length_is(case, cache, 0, "a new cache")
+    appended(case, cache, 0, [chunk(4)])
+    length_is(case, cache, 4, "after 4 positions")
 
 
-@cache_.requires(
+@KVCache.requires(
     "what comes next is stored behind it, one position or several at a time",
     "Write down for chunks of 1, 3 and 2 where each begins and ends.",
 )
-def _(answer, t):
+def _(answer, case):
     for sizes in ((1, 3, 2), (4, 1, 1, 1), (2, 2, 5)):
-        cache, chunks = new_cache(answer, t), []
+        cache, chunks = new_cache(answer, case), []
         for i, size in enumerate(sizes):
             chunks.append(chunk(size, seed=i))
-            appended(t, cache, 0, chunks, f"chunk {i}: ")
-            length_is(t, cache, sum(sizes[: i + 1]), f"after chunks {sizes[: i + 1]}")
+            appended(case, cache, 0, chunks, f"chunk {i}: ")
+            length_is(
+                case, cache, sum(sizes[: i + 1]), f"after chunks {sizes[: i + 1]}"
+            )
 
 
-@cache_.requires(
+@KVCache.requires(
     "every layer has memory of its own",
     "A pass through three layers appends three times, to the same positions of three "
     "layers.",
 )
-def _(answer, t):
-    cache = new_cache(answer, t, n_layers=3)
+def _(answer, case):
+    cache = new_cache(answer, case, n_layers=3)
     chunks = [[], [], []]
     for step, size in enumerate((2, 1, 3)):
         for layer in range(3):
             chunks[layer].append(chunk(size, seed=10 * step + layer))
-            appended(t, cache, layer, chunks[layer], f"layer {layer}: ", unwritten=True)
-    length_is(t, cache, 6, "after passes of 2, 1 and 3")
+            appended(
+                case, cache, layer, chunks[layer], f"layer {layer}: ", unwritten=True
+            )
+    length_is(case, cache, 6, "after passes of 2, 1 and 3")
 
 
-@cache_.requires(
+@KVCache.requires(
     "length moves once all layers have written",
     "The text has grown by one chunk, and `append` was called for each layer. Which of "
     "these calls may move `length`?",
 )
-def _(answer, t):
-    cache, found = new_cache(answer, t, n_layers=3, max_len=30), []
+def _(answer, case):
+    cache, found = new_cache(answer, case, n_layers=3, max_len=30), []
     for step, size in enumerate((2, 1, 3)):
         for layer in range(3):
-            t.call(cache.append, layer, *chunk(size, seed=10 * step + layer))
-            t.trace.pop()
+            case.call(cache.append, layer, *chunk(size, seed=10 * step + layer))
+            case.recording.pop()
             found.append(cache.length)
-    t.trace.append(tuple(found))
+    case.note(tuple(found))
     expected = [0, 0, 2, 2, 2, 3, 3, 3, 6]
-    t.equal(
+    case.equal(
         found, expected, "`length` after each call, chunks of 2, 1, 3, three layers"
     )
 
 
-@cache_.requires(
+@KVCache.requires(
     "reset starts again at position 0, in every layer, and shows nothing of what was "
     "there",
     "What must be set back so that the next `append` writes to position 0?",
 )
-def _(answer, t):
-    cache = new_cache(answer, t, n_layers=2)
+def _(answer, case):
+    cache = new_cache(answer, case, n_layers=2)
     for round_, size in enumerate((5, 3, 9)):
         for layer in range(2):
             keys = [chunk(size, seed=20 * round_ + layer)]
-            appended(t, cache, layer, keys, f"text {round_}, layer {layer}: ")
-        length_is(t, cache, size, f"text {round_}")
-        t.call(cache.reset)
-    length_is(t, cache, 0, "after reset")
+            appended(case, cache, layer, keys, f"text {round_}, layer {layer}: ")
+        length_is(case, cache, size, f"text {round_}")
+        case.call(cache.reset)
+    length_is(case, cache, 0, "after reset")
 
 
-@cache_.requires(
+@KVCache.requires(
     "max_len positions fit; one more is a ValueError that names both numbers, and "
     "nothing is stored",
     "Compare the position after the last new one with max_len, before you write.",
 )
-def _(answer, t):
-    cache = new_cache(answer, t)
-    appended(t, cache, 0, [chunk(7)])
+def _(answer, case):
+    cache = new_cache(answer, case)
+    appended(case, cache, 0, [chunk(7)])
     refuses(
-        t,
+        case,
         cache.append,
         0,
         *chunk(6, seed=1),
         mentions=(13, 9),
         because="13 positions where max_len is 9",
     )
-    length_is(t, cache, 7, "after the refused call")
-    appended(t, cache, 0, [chunk(7), chunk(2, seed=2)], "after the refused call: ")
+    length_is(case, cache, 7, "after the refused call")
+    appended(case, cache, 0, [chunk(7), chunk(2, seed=2)], "after the refused call: ")
     for sizes in ((9,), (4, 5), (7, 1, 1)):
-        cache = new_cache(answer, t)
+        cache = new_cache(answer, case)
         chunks = []
         for i, size in enumerate(sizes):
             chunks.append(chunk(size, seed=i))
-            appended(t, cache, 0, chunks)
+            appended(case, cache, 0, chunks)
         refuses(
-            t,
+            case,
             cache.append,
             0,
             *chunk(1),
             mentions=(10, 9),
             because="10 positions where max_len is 9",
         )
-        length_is(t, cache, 9, "after the refused call")
+        length_is(case, cache, 9, "after the refused call")
 
 
-@cache_.requires(
+@KVCache.requires(
     "a batch, a head count or a width that is not the cache's is a ValueError that "
     "names both",
     "One row is copied into all rows without a word: PyTorch broadcasts. Compare the "
     "shapes before you write.",
 )
-def _(answer, t):
-    shapes_refused(t, partial(new_cache, answer, t), appended)
+def _(answer, case):
+    shapes_refused(case, partial(new_cache, answer, case), appended)
 
 
-@cache_.requires(
+@KVCache.requires(
     "a layer that the cache does not have is a ValueError that names it",
     "A negative index counts from the end, and so hits another layer.",
 )
-def _(answer, t):
-    cache = new_cache(answer, t, n_layers=3)
+def _(answer, case):
+    cache = new_cache(answer, case, n_layers=3)
     for layer in (3, -1):
         refuses(
-            t,
+            case,
             cache.append,
             layer,
             *chunk(2),
             mentions=(layer,),
             because=f"layer {layer} of a cache of 3",
         )
-    length_is(t, cache, 0, "after the refused calls")
+    length_is(case, cache, 0, "after the refused calls")
 
 
-@cache_.requires(
+@KVCache.requires(
     "it stores in the dtype it was built with; other keys or values are a ValueError "
     "that names both dtypes",
     "Assigning to a slice converts without a word.",
 )
-def _(answer, t):
+def _(answer, case):
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        cache = new_cache(answer, t, dtype=dtype)
+        cache = new_cache(answer, case, dtype=dtype)
         chunks = [chunk(2, dtype=dtype), chunk(3, seed=1, dtype=dtype)]
-        appended(t, cache, 0, chunks[:1])
-        appended(t, cache, 0, chunks)
-    dtypes_refused(t, partial(new_cache, answer, t), appended)
+        appended(case, cache, 0, chunks[:1])
+        appended(case, cache, 0, chunks)
+    dtypes_refused(case, partial(new_cache, answer, case), appended)
 
 
-@cache_.requires(
+@KVCache.requires(
     "without a dtype it stores in torch's default, whatever that is at the time",
     "`torch.zeros` without a dtype takes the default by itself.",
 )
-def _(answer, t):
-    default_dtype_taken(t, partial(new_cache, answer, t), appended)
+def _(answer, case):
+    default_dtype_taken(case, partial(new_cache, answer, case), appended)
 
 
-@cache_.requires(
+@KVCache.requires(
     "it stores on the device it was built for; keys or values on another are a "
     "ValueError that names both devices",
     "`torch.zeros(…, device=device)`, and compare devices before you write.",
 )
-def _(answer, t):
-    new = partial(new_cache, answer, t)
-    device_taken(t, new)
-    devices_refused(t, new, appended)
+def _(answer, case):
+    new = partial(new_cache, answer, case)
+    device_taken(case, new)
+    devices_refused(case, new, appended)
 
 
-def whole_numbers_refused(t, f, *args):
+def whole_numbers_refused(case, f, *args):
     """`f` refuses dtypes that are not floating-point; which it lets in says little."""
-    problem, outcomes, before = None, [], len(t.trace)
-    with t.unfinished():
+    problem, outcomes, before = None, [], len(case.recording)
+    with case.unrecorded():
         for dtype in (torch.int64, torch.uint8, torch.bool, torch.int8, torch.int32):
             name = str(dtype)[6:]
             try:
                 because = f"dtype {dtype}"
-                refuses(t, f, *args, dtype=dtype, mentions=(name,), because=because)
+                refuses(case, f, *args, dtype=dtype, mentions=(name,), because=because)
             except Unmet as unmet:
                 if problem is None:
-                    problem, called = unmet, t.called
-            outcomes.append(t.trace[-1])
+                    problem, called = unmet, case.called
+            outcomes.append(case.recording[-1])
         if problem is not None:
-            t.called = called
-            del t.trace[before:]
-            t.trace.append(outcomes[0] if len(set(outcomes)) == 1 else "some refused")
+            case.called = called
+            del case.recording[before:]
+            case.note(outcomes[0] if len(set(outcomes)) == 1 else "some refused")
             raise problem
 
 
-def small_sizes_refused(answer, t):
+def small_sizes_refused(answer, case):
     for size in (0, -1, -7):
         for i in range(5):
             sizes = [4, 2, 3, 9, 5]
             sizes[i] = size
             refuses(
-                t,
+                case,
                 answer,
                 *sizes,
                 mentions=(size,),
@@ -485,77 +493,79 @@ def small_sizes_refused(answer, t):
             )
 
 
-@cache_.requires(
+@KVCache.requires(
     "sizes below 1 and dtypes that are not floating-point are a ValueError when it is "
     "built",
 )
-def _(answer, t):
-    small_sizes_refused(answer, t)
-    whole_numbers_refused(t, answer, 1, 2, 3, 9, 5)
+def _(answer, case):
+    small_sizes_refused(answer, case)
+    whole_numbers_refused(case, answer, 1, 2, 3, 9, 5)
 
 
-@cache_.requires(
+@KVCache.requires(
     "memory is taken once: append returns views of it, it copies nothing that was there",
     "`torch.cat` makes a new tensor at each step and copies everything. What does a "
     "slice of a tensor make?",
 )
-def _(answer, t):
-    cache, places, alive = new_cache(answer, t, max_len=30), [], []
+def _(answer, case):
+    cache, places, alive = new_cache(answer, case, max_len=30), [], []
     for size in (1, 4, 1, 20, 2, 0, 3, 5):
         if size == 0:
-            t.call(cache.reset)
+            case.call(cache.reset)
             continue
-        found = t.call(cache.append, 0, *chunk(size))
-        t.is_tuple(found, 2, "what `append` returns")
+        found = case.call(cache.append, 0, *chunk(size))
+        case.is_tuple(found, 2, "what `append` returns")
         places.append([x.untyped_storage().data_ptr() for x in found])
         places[-1] += [x.data_ptr() for x in found]
         alive.append(found)  # or its memory could be given out again
-    t.true(
+    case.true(
         all(p == places[0] for p in places[:5]),
         "What `append` returned lies at another place in memory each time.",
     )
-    t.true(
+    case.true(
         all(p == places[0] for p in places),
         "After `reset` what `append` returns lies at another place in memory.",
     )
 
 
-@cache_.requires(
+@KVCache.requires(
     "no more memory is taken than max_len positions need",
     "Multiply the sizes: how many numbers are the keys, and how many the values?",
 )
-def _(answer, t):
-    cache, held = new_cache(answer, t, n_layers=2, max_len=200), {}
+def _(answer, case):
+    cache, held = new_cache(answer, case, n_layers=2, max_len=200), {}
     tensors_in(cache, held)
     for layer in range(2):
-        tensors_in(t.call(cache.append, layer, *chunk(3)), held)
+        tensors_in(case.call(cache.append, layer, *chunk(3)), held)
     needed = 2 * 2 * 2 * 3 * 200 * 5 * 4
-    t.true(
+    case.true(
         sum(held.values()) <= needed + 2_000,
         f"It holds {sum(held.values()):,} bytes; keys and values of 200 positions are "
         f"{needed:,}.",
     )
 
 
-@cache_.requires(
+@KVCache.requires(
     "two caches know nothing of each other",
     "What is assigned in the body of the class belongs to all its objects.",
 )
-def _(answer, t):
-    apart(answer, t, new_cache, lambda cache, chunks: appended(t, cache, 0, chunks))
+def _(answer, case):
+    apart(
+        answer, case, new_cache, lambda cache, chunks: appended(case, cache, 0, chunks)
+    )
 
 
-def apart(answer, t, new, append):
+def apart(answer, case, new, append):
     """Two caches of one size in turn, each with a text of its own."""
-    one, other = new(answer, t), new(answer, t)
+    one, other = new(answer, case), new(answer, case)
     chunks = [[], []]
     for step in range(3):
         for i, cache in enumerate((one, other)):
             chunks[i].append(chunk(1, seed=30 * i + step))
             append(cache, chunks[i])
-            length_is(t, cache, step + 1, f"cache {i + 1} of two")
-    t.call(one.reset)
-    length_is(t, other, 3, "another cache after a reset")
+            length_is(case, cache, step + 1, f"cache {i + 1} of two")
+    case.call(one.reset)
+    length_is(case, other, 3, "another cache after a reset")
     append(other, [*chunks[1], chunk(1, seed=99)])
 
 
@@ -579,317 +589,21 @@ def tensors_in(value, seen=None, looked_at=()):
     return seen
 
 
-@cache_.requires("strided keys can be stored, and nothing is on another device")
-def _(answer, t):
+@KVCache.requires("strided keys can be stored, and nothing is on another device")
+def _(answer, case):
     k, v = (strided(x) for x in chunk(3))
-    cache = new_cache(answer, t)
-    appended(t, cache, 0, [(k, v)])
+    cache = new_cache(answer, case)
+    appended(case, cache, 0, [(k, v)])
 
     def stored(k, v):
         cache = answer(1, 2, 3, 9, 5, dtype=k.dtype, device=k.device)
         return cache.append(0, k, v)[1]
 
-    t.any_device(stored, *chunk(2))
+    case.any_device(stored, *chunk(2))
 
 
 def spoiled(task, base, name, sentence, **methods):
     task.fault(name, sentence, type(task.name, (base,), methods))
-
-
-def cache_fault(name, sentence, **methods):
-    spoiled(cache_, Cache, name, sentence, **methods)
-
-
-cache_fault(
-    "whole_buffer",
-    "The whole buffer comes back, empty places included. Their keys are zeros, score 0, "
-    "and take a share of the attention.",
-    seen=lambda self, layer, start, t, k, v: (self.k[layer], self.v[layer]),
-)
-cache_fault(
-    "new_alone",
-    "Only the new keys and values come back. The query is to look at the old ones too.",
-    seen=lambda self, layer, start, t, k, v: (k, v),
-)
-cache_fault(
-    "old_alone",
-    "What was there before comes back, without the new positions: a token looks at "
-    "itself too.",
-    seen=lambda self, layer, start, t, k, v: (
-        self.k[layer, :, :, :start],
-        self.v[layer, :, :, :start],
-    ),
-)
-cache_fault(
-    "always_from_the_start",
-    "Every chunk is written to position 0 and over what was there.",
-    write=lambda self, layer, start, k, v: Cache.write(self, layer, 0, k, v),
-)
-cache_fault(
-    "first_key_not_written",
-    "Everything is one place too far: position 0 stays empty, and `length` counts it. "
-    "Write where the old ones end, then advance.",
-    write=lambda self, layer, start, k, v: Cache.write(
-        self, layer, start + 1, *(x[:, :, : self.max_len - start - 1] for x in (k, v))
-    ),
-)
-cache_fault(
-    "advanced_without_writing",
-    "`length` advances, and nothing is written.",
-    write=lambda self, layer, start, k, v: None,
-)
-
-
-def last_position_only(self, layer, start, k, v):
-    stop = start + k.shape[2] - 1
-    Cache.write(self, layer, stop, k[:, :, -1:], v[:, :, -1:])
-
-
-cache_fault(
-    "last_of_a_chunk_only",
-    "Of a chunk only the last position is written. A prompt brings many at once.",
-    write=last_position_only,
-)
-cache_fault(
-    "one_position_a_chunk",
-    "A chunk counts as one position, however many it brings.",
-    advance=lambda self, layer, t: Cache.advance(self, layer, 1),
-)
-cache_fault(
-    "layers_share_a_buffer",
-    "All layers write into one buffer, each over the keys of the one before.",
-    write=lambda self, layer, start, k, v: [
-        Cache.write(self, each, start, k, v) for each in range(self.sizes[0])
-    ],
-)
-
-
-class OneLength(Cache):
-    """A single length for all layers."""
-
-    def reset(self):
-        self.stop = 0
-
-    @property
-    def length(self):
-        return self.stop
-
-    @property
-    def stops(self):
-        return [self.stop] * self.sizes[0]
-
-    def advance(self, layer, t):
-        self.stop += t
-
-
-spoiled(
-    cache_,
-    OneLength,
-    "length_once_per_layer",
-    "`length` advances with each layer, so three layers count every token three times, "
-    "and each writes behind the one before.",
-)
-spoiled(
-    cache_,
-    OneLength,
-    "length_at_the_first_layer",
-    "`length` advances with the first layer, and the others write one chunk too far.",
-    advance=lambda self, layer, t: OneLength.advance(self, layer, t * (layer == 0)),
-)
-cache_fault(
-    "exchanged",
-    "Keys and values come back exchanged.",
-    seen=lambda self, *given: Cache.seen(self, *given)[::-1],
-)
-cache_fault(
-    "first_row_for_all",
-    "Every row of the batch gets the first row's keys.",
-    write=lambda self, layer, start, k, v: Cache.write(
-        self, layer, start, k[:1], v[:1]
-    ),
-)
-cache_fault(
-    "length_capped_by_memory",
-    "`length` is the size of the memory, not how much of it is filled.",
-    length=property(lambda self: self.max_len),
-)
-
-
-def erase(self):
-    if not hasattr(self, "stops"):
-        Cache.reset(self)
-    self.k.zero_()
-    self.v.zero_()
-
-
-cache_fault(
-    "reset_erases_and_keeps_the_length",
-    "`reset` writes zeros and leaves the length. Zeros are keys like any others, they "
-    "get a share of the attention; the length is what must go back.",
-    reset=erase,
-)
-
-
-def reset_first(self):
-    if not hasattr(self, "stops"):
-        Cache.reset(self)
-    self.stops[0] = 0
-
-
-cache_fault(
-    "reset_of_one_layer",
-    "`reset` sets one layer back and leaves the others.",
-    reset=reset_first,
-)
-cache_fault(
-    "full_unchecked",
-    "A full cache is left to PyTorch, whose message about sizes does not say what is "
-    "full. Compare with max_len first, and name both numbers.",
-    full=lambda self, stop: False,
-)
-cache_fault(
-    "one_place_unused",
-    "The last place is never used: exactly max_len positions must fit.",
-    full=lambda self, stop: stop >= self.max_len,
-)
-
-
-def write_what_fits(self, layer, start, k, v):
-    room = self.max_len - start
-    Cache.write(self, layer, start, k[:, :, :room], v[:, :, :room])
-
-
-cache_fault(
-    "overflow_dropped",
-    "What does not fit is dropped without a word, and the text goes on without it.",
-    full=lambda self, stop: False,
-    write=write_what_fits,
-)
-
-
-def write_around(self, layer, start, k, v):
-    places = torch.arange(start, start + k.shape[2]) % self.max_len
-    self.k[layer][:, :, places] = k
-    self.v[layer][:, :, places] = v
-
-
-cache_fault(
-    "overflow_over_the_oldest",
-    "When it is full it writes over the oldest positions. That is another kind of cache, "
-    "for models trained with a window.",
-    full=lambda self, stop: False,
-    write=write_around,
-    seen=lambda self, layer, start, t, k, v: Cache.seen(self, layer, 0, 9, k, v),
-)
-
-
-def advance_then_refuse(self, stop):
-    if stop > self.max_len:
-        self.stops = [stop] * self.sizes[0]
-    return stop > self.max_len
-
-
-cache_fault(
-    "advanced_before_refusing",
-    "A call that is refused has moved `length` all the same. Test first, then change.",
-    full=advance_then_refuse,
-)
-cache_fault(
-    "batch_alone_checked",
-    "The batch is compared, the other sizes are not: one head is copied into all.",
-    refuse_shape=lambda self, k, v: Cache.refuse_shape(
-        self, *(x[:, :1, :, :1].expand(-1, 3, -1, 5) for x in (k, v))
-    ),
-)
-cache_fault(
-    "layer_unchecked",
-    "The layer is not tested: −1 is the last one, in Python.",
-    refuse_layer=lambda self, layer: None,
-)
-
-
-cache_fault(
-    "dtype_unchecked",
-    "A cache of whole numbers is built: keys and values are floating-point.",
-    refuse_sizes=lambda self, dtype: Cache.refuse_sizes(self, None),
-)
-
-
-def refuse_int64(self, dtype):
-    Cache.refuse_sizes(self, dtype if dtype == torch.int64 else None)
-
-
-cache_fault(
-    "some_dtypes_unchecked",
-    "Some dtypes that are not floating-point are accepted. `dtype.is_floating_point` "
-    "knows all of them.",
-    refuse_sizes=refuse_int64,
-)
-
-
-def new_memory(self):
-    self.k, self.v = torch.zeros_like(self.k), torch.zeros_like(self.v)
-    Cache.reset(self)
-
-
-cache_fault(
-    "reset_takes_new_memory",
-    "`reset` takes memory anew. Setting the length back is all that is needed.",
-    reset=new_memory,
-)
-
-
-def with_spare(self, *args, **kwargs):
-    Cache.__init__(self, *args, **kwargs)
-    self.spare = torch.zeros_like(self.k)
-
-
-cache_fault(
-    "more_memory_than_needed",
-    "It takes more memory than max_len positions need.",
-    __init__=with_spare,
-)
-SHARED = {}
-
-
-def share_memory(self, *args, **kwargs):
-    Cache.__init__(self, *args, **kwargs)
-    kind = (self.sizes, self.k.dtype, self.k.device)
-    self.k, self.v = SHARED.setdefault(kind, (self.k, self.v))
-
-
-cache_fault(
-    "caches_share_memory",
-    "All caches of one size write into one memory. Take it in `__init__`, for each "
-    "object.",
-    __init__=share_memory,
-)
-
-
-class Growing(Cache):
-    def write(self, layer, start, k, v):
-        self.stores = getattr(self, "stores", {})
-        if start == 0:
-            self.stores[layer] = (k, v)
-        else:
-            both = zip(self.stores[layer], (k, v), strict=True)
-            self.stores[layer] = tuple(torch.cat(pair, 2) for pair in both)
-
-    def seen(self, layer, start, t, k, v):
-        return self.stores[layer]
-
-
-spoiled(
-    cache_,
-    Growing,
-    "grown_by_concatenation",
-    "Everything is copied at each step, by `torch.cat`, `clone`, or an index in place of "
-    "a slice. Take memory for max_len positions once; a slice is a view and costs "
-    "nothing.",
-    seen=lambda self, layer, start, t, k, v: tuple(
-        x.clone() if start == 0 else x for x in self.stores[layer]
-    ),
-)
 
 
 # chunk_mask ---------------------------------------------------------------------------
@@ -910,21 +624,21 @@ def slow_mask(t_q, t_k, padding=None):
     )  # fmt: skip
 
 
-def mask_agrees(t, answer, *args, **kwargs):
-    actual = t.call(answer, *args, **kwargs)
-    t.is_tensor(actual)
+def mask_agrees(case, answer, *args, **kwargs):
+    actual = case.call(answer, *args, **kwargs)
+    case.is_tensor(actual)
     what = f"for {', '.join(str(a) for a in args[:2])}: the mask"
-    t.equal(actual, slow_mask(*args, *kwargs.values()), what)
+    case.equal(actual, slow_mask(*args, *kwargs.values()), what)
 
 
 @masking.requires(
     "a first chunk: every query sees itself and what came before, (1, 1, t_q, t_k)",
     "Print it: row = query, column = key, True = may look.",
 )
-def _(answer, t):
-    mask_agrees(t, answer, 4, 4)
-    mask_agrees(t, answer, 1, 1)
-    mask_agrees(t, answer, 6, 6)
+def _(answer, case):
+    mask_agrees(case, answer, 4, 4)
+    mask_agrees(case, answer, 1, 1)
+    mask_agrees(case, answer, 6, 6)
 
 
 @masking.requires(
@@ -932,9 +646,9 @@ def _(answer, t):
     "A query of the chunk sees the whole prefix and its own chunk up to itself. Which "
     "corner of the matrix must the diagonal end in?",
 )
-def _(answer, t):
+def _(answer, case):
     for sizes in ((2, 5), (3, 4), (1, 7), (4, 9)):
-        mask_agrees(t, answer, *sizes)
+        mask_agrees(case, answer, *sizes)
 
 
 @masking.requires(
@@ -942,7 +656,7 @@ def _(answer, t):
     "Padding makes some keys invisible, whatever query asks. Compare the keys' columns "
     "with `padding[:, None]`.",
 )
-def _(answer, t):
+def _(answer, case):
     for sizes, padding in (
         ((4, 4), [0, 2, 1]),
         ((2, 6), [3, 0]),
@@ -952,36 +666,36 @@ def _(answer, t):
         ((2, 6), [0, 0, 0]),
         ((4, 4), [0, 0]),
     ):
-        mask_agrees(t, answer, *sizes, torch.tensor(padding))
-    mask_agrees(t, answer, 2, 5, padding=torch.tensor([2, 1]))
+        mask_agrees(case, answer, *sizes, torch.tensor(padding))
+    mask_agrees(case, answer, 2, 5, padding=torch.tensor([2, 1]))
 
 
 @masking.requires(
     "a padding token itself may look at nothing",
     "The course's attention gives zeros for such a row, so nothing has to be let in.",
 )
-def _(answer, t):
-    mask_agrees(t, answer, 5, 5, torch.tensor([3, 1]))
-    mask_agrees(t, answer, 3, 4, torch.tensor([4, 0, 2]))
+def _(answer, case):
+    mask_agrees(case, answer, 5, 5, torch.tensor([3, 1]))
+    mask_agrees(case, answer, 3, 4, torch.tensor([4, 0, 2]))
 
 
 @masking.requires(
     "sizes of any kind, and padding in any dtype of whole numbers",
     "Make the mask for the sizes that are asked for. A table of a fixed size ends.",
 )
-def _(answer, t):
+def _(answer, case):
     for sizes in ((66, 66), (2, 300), (1, 5_000)):
-        mask_agrees(t, answer, *sizes)
-    mask_agrees(t, answer, 3, 300, torch.tensor([0, 140]))
+        mask_agrees(case, answer, *sizes)
+    mask_agrees(case, answer, 3, 300, torch.tensor([0, 140]))
     for dtype in (torch.int32, torch.int8, torch.int16, torch.uint8):
-        mask_agrees(t, answer, 2, 6, torch.tensor([3, 0, 1], dtype=dtype))
-        mask_agrees(t, answer, 1, 300, torch.tensor([0, 90], dtype=dtype))
+        mask_agrees(case, answer, 2, 6, torch.tensor([3, 0, 1], dtype=dtype))
+        mask_agrees(case, answer, 1, 300, torch.tensor([0, 90], dtype=dtype))
 
 
 @masking.requires("more queries than keys are a ValueError that names both numbers")
-def _(answer, t):
+def _(answer, case):
     for padding in (None, torch.tensor([1, 0])):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             13,
@@ -993,9 +707,9 @@ def _(answer, t):
 
 
 @masking.requires("it creates nothing on another device")
-def _(answer, t):
-    mask_agrees(t, answer, 3, 5, torch.tensor([1, 2]))
-    t.any_device(answer, 3, 5, torch.tensor([1, 2]))
+def _(answer, case):
+    mask_agrees(case, answer, 3, 5, torch.tensor([1, 2]))
+    case.any_device(answer, 3, 5, torch.tensor([1, 2]))
 
 
 def mask_that(
@@ -1179,20 +893,6 @@ for name, sentence, wrong in (
     masking.fault(name, sentence, wrong)
 
 
-@masking.fault(
-    "on_the_cpu",
-    "The columns are numbered on the CPU whatever device `padding` is on. Pass "
-    "`device=padding.device` where you create a tensor.",
-)
-def _(t_q, t_k, padding=None):
-    if t_q > t_k:
-        raise ValueError(f"{t_q} > {t_k}")
-    mask = torch.ones(t_q, t_k, dtype=torch.bool).tril(t_k - t_q)[None, None]
-    if padding is None:
-        return mask
-    return mask & (torch.arange(t_k) >= padding[:, None])[:, None, None]
-
-
 # kv_cache_bytes -----------------------------------------------------------------------
 
 counting = Exercise("kv_cache_bytes", lesson="kv_cache")
@@ -1204,11 +904,11 @@ def weighed(c, t, batch, dtype):
     return sum(2 * one.nbytes for _ in range(c.n_layers))
 
 
-def bytes_agree(t, answer, c, length, batch=1, dtype=torch.float16):
-    actual = t.call(answer, c, length, batch, dtype)
+def bytes_agree(case, answer, c, length, batch=1, dtype=torch.float16):
+    actual = case.call(answer, c, length, batch, dtype)
     expected = weighed(c, length, batch, dtype)
-    t.equal(actual, expected, f"for {length} positions of {c}, it")
-    t.true(type(actual) is int, f"It is {type(actual).__name__}, expected an int.")
+    case.equal(actual, expected, f"for {length} positions of {c}, it")
+    case.true(type(actual) is int, f"It is {type(actual).__name__}, expected an int.")
 
 
 @counting.requires(
@@ -1216,48 +916,50 @@ def bytes_agree(t, answer, c, length, batch=1, dtype=torch.float16):
     "Write down the shape of the keys of one layer, then count the layers, and what "
     "else is stored.",
 )
-def _(answer, t):
-    bytes_agree(t, answer, LLAMA, 13)
-    bytes_agree(t, answer, replace(LLAMA, n_kv_heads=1, n_layers=5), 11)
-    bytes_agree(t, answer, GPT2, 3)
+def _(answer, case):
+    bytes_agree(case, answer, LLAMA, 13)
+    bytes_agree(case, answer, replace(LLAMA, n_kv_heads=1, n_layers=5), 11)
+    bytes_agree(case, answer, GPT2, 3)
 
 
 @counting.requires("batch and dtype count, one row and two bytes if not given")
-def _(answer, t):
+def _(answer, case):
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
-        bytes_agree(t, answer, LLAMA, 7, 13, dtype)
+        bytes_agree(case, answer, LLAMA, 7, 13, dtype)
     for given in ((), (3,)):
-        actual = t.call(answer, LLAMA, 7, *given)
+        actual = case.call(answer, LLAMA, 7, *given)
         expected = weighed(LLAMA, 7, *(given or (1,)), torch.float16)
-        t.equal(actual, expected, f"without a dtype, batch {given or 'not given'}: it")
-    actual = t.call(answer, config=LLAMA, t=7, batch=2, dtype=torch.float32)
-    t.equal(actual, weighed(LLAMA, 7, 2, torch.float32), "by keyword, it")
+        case.equal(
+            actual, expected, f"without a dtype, batch {given or 'not given'}: it"
+        )
+    actual = case.call(answer, config=LLAMA, t=7, batch=2, dtype=torch.float32)
+    case.equal(actual, weighed(LLAMA, 7, 2, torch.float32), "by keyword, it")
 
 
 @counting.requires("real models at full length: Llama 2 7B needs 2 GiB for 4,096")
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA_7B, LLAMA_3_8B, SMOLLM, GPT2_SMALL):
-        bytes_agree(t, answer, c, c.max_len)
-    t.equal(t.call(answer, LLAMA_7B, 4_096), 2**31, "Llama 2 7B, 4,096 positions")
+        bytes_agree(case, answer, c, c.max_len)
+    case.equal(case.call(answer, LLAMA_7B, 4_096), 2**31, "Llama 2 7B, 4,096 positions")
 
 
 @counting.requires(
     "large numbers are exact, more positions than max_len count too",
     "Whole numbers in Python have no end. What turns them into others?",
 )
-def _(answer, t):
+def _(answer, case):
     for c, n, batch in (
         (LLAMA_7B, 4_097, 1),
         (SMOLLM, 1_000_003, 7),
         (LLAMA, 9_999, 3),
     ):
         for dtype in (torch.float16, torch.float32):
-            bytes_agree(t, answer, c, n, batch, dtype)
+            bytes_agree(case, answer, c, n, batch, dtype)
 
 
 @counting.requires("a dtype that is not floating-point is a ValueError that names it")
-def _(answer, t):
-    whole_numbers_refused(t, answer, LLAMA, 7, 1)
+def _(answer, case):
+    whole_numbers_refused(case, answer, LLAMA, 7, 1)
 
 
 def bytes_by(formula):
@@ -1392,41 +1094,9 @@ for name, sentence, formula in (
     counting.fault(name, sentence, bytes_by(formula))
 
 
-@counting.fault(
-    "refused_beyond_max_len",
-    "More positions than `max_len` are refused. It is asked what they would take.",
-)
-def _(config, t, batch=1, dtype=torch.float16):
-    if t > config.max_len:
-        raise ValueError(f"{t} > {config.max_len}")
-    return bytes_by(lambda c, t, b, size: weighed(c, t, b, dtype))(
-        config, t, batch, dtype
-    )
-
-
-@counting.fault(
-    "some_dtypes_unchecked",
-    "Some dtypes that are not floating-point are counted. `dtype.is_floating_point` "
-    "knows all of them.",
-)
-def _(config, t, batch=1, dtype=torch.float16):
-    if dtype in (torch.int64, torch.bool):
-        raise ValueError(f"{dtype}")
-    return weighed(config, t, batch, dtype)
-
-
-@counting.fault(
-    "dtype_unchecked",
-    "Dtypes that cannot hold keys and values are counted all the same.",
-)
-def _(config, t, batch=1, dtype=torch.float16):
-    numbers = 2 * config.n_layers * config.n_kv_heads * config.d_head * t * batch
-    return numbers * dtype.itemsize
-
-
 # RollingKVCache -----------------------------------------------------------------------
 
-rolling = Exercise("RollingKVCache", lesson="kv_cache")
+RollingKVCache = Exercise("RollingKVCache", lesson="kv_cache")
 
 
 class Rolling(Cache):
@@ -1459,402 +1129,161 @@ class Rolling(Cache):
         return x[:, :, -(self.window - 1 + t) :]
 
 
-def new_rolling(answer, t, n_layers=1, window=4, **kind):
-    return t.call(answer, n_layers, 2, 3, window, 5, **kind)
+def new_rolling(answer, case, n_layers=1, window=4, **kind):
+    return case.call(answer, n_layers, 2, 3, window, 5, **kind)
 
 
-def rolled(t, cache, layer, chunks, when="", window=4):
+def rolled(case, cache, layer, chunks, when="", window=4):
     """Append the last of `chunks`; compare with a slice of all of them."""
-    appended(t, cache, layer, chunks, when, window - 1 + chunks[-1][0].shape[2])
+    appended(case, cache, layer, chunks, when, window - 1 + chunks[-1][0].shape[2])
 
 
-def rolls(t, answer, sizes, window=4, n_layers=1, **kind):
-    cache = new_rolling(answer, t, n_layers, window, **kind)
+def rolls(case, answer, sizes, window=4, n_layers=1, **kind):
+    cache = new_rolling(answer, case, n_layers, window, **kind)
     chunks, total = [[] for _ in range(n_layers)], 0
     for step, size in enumerate(sizes):
         for layer in range(n_layers):
             chunks[layer].append(chunk(size, seed=10 * step + layer, **kind))
             when = f"window {window}, chunks {sizes[: step + 1]}, layer {layer}: "
-            rolled(t, cache, layer, chunks[layer], when, window)
+            rolled(case, cache, layer, chunks[layer], when, window)
             if layer < n_layers - 1:
-                length_is(t, cache, total, f"{when}not yet all layers")
+                length_is(case, cache, total, f"{when}not yet all layers")
         total += size
-        length_is(t, cache, total, f"window {window}, after chunks {sizes[: step + 1]}")
+        length_is(
+            case, cache, total, f"window {window}, after chunks {sizes[: step + 1]}"
+        )
     return cache
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "up to `window` positions it is like a KVCache",
     "Until it is full there is nothing to forget.",
 )
-def _(answer, t):
-    rolls(t, answer, (1, 1, 1, 1))
-    rolls(t, answer, (2, 1), window=5)
-    rolls(t, answer, (3,), window=3)
+def _(answer, case):
+    rolls(case, answer, (1, 1, 1, 1))
+    rolls(case, answer, (2, 1), window=5)
+    rolls(case, answer, (3,), window=3)
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "then each new position takes the place of the oldest, and they come back oldest "
     "first",
     "After 6 positions in a window of 4: which are left, and at which place does your "
     "memory hold each of them?",
 )
-def _(answer, t):
-    rolls(t, answer, (1,) * 11)
-    rolls(t, answer, (1,) * 7, window=3)
-    rolls(t, answer, (1,) * 4, window=1)
+def _(answer, case):
+    rolls(case, answer, (1,) * 11)
+    rolls(case, answer, (1,) * 7, window=3)
+    rolls(case, answer, (1,) * 4, window=1)
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "a chunk gets what its first query may see: window − 1 positions from before, then "
     "all of its own",
     "Its first query looks back window − 1 positions, and its last query looks at the "
     "chunk. What is overwritten too early if you store before you look?",
 )
-def _(answer, t):
-    rolls(t, answer, (3, 2, 1, 3, 1))
-    rolls(t, answer, (2, 4, 2, 1, 1), window=5)
+def _(answer, case):
+    rolls(case, answer, (3, 2, 1, 3, 1))
+    rolls(case, answer, (2, 4, 2, 1, 1), window=5)
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "a chunk longer than the window is seen whole, and its last positions are kept",
     "Only the last `window` of it have a place in memory; the rest is needed now and "
     "never again.",
 )
-def _(answer, t):
-    rolls(t, answer, (9, 1, 1, 2))
-    rolls(t, answer, (1, 6, 7, 1), window=3)
-    rolls(t, answer, (4, 1, 8, 1, 1))
+def _(answer, case):
+    rolls(case, answer, (9, 1, 1, 2))
+    rolls(case, answer, (1, 6, 7, 1), window=3)
+    rolls(case, answer, (4, 1, 8, 1, 1))
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "a chunk exactly as long as the window, behind others and first of all",
     "All places are written anew. What does the next position find?",
 )
-def _(answer, t):
-    rolls(t, answer, (4, 1, 1, 4, 4, 1))
-    rolls(t, answer, (1, 3, 3, 1, 2, 3, 2), window=3)
-    rolls(t, answer, (2, 1, 1, 3), window=1)
+def _(answer, case):
+    rolls(case, answer, (4, 1, 1, 4, 4, 1))
+    rolls(case, answer, (1, 3, 3, 1, 2, 3, 2), window=3)
+    rolls(case, answer, (2, 1, 1, 3), window=1)
 
 
-@rolling.requires("layers do not mix; length counts every position, forgotten ones too")
-def _(answer, t):
-    rolls(t, answer, (2, 1, 3, 1, 6, 1), n_layers=3)
+@RollingKVCache.requires(
+    "layers do not mix; length counts every position, forgotten ones too"
+)
+def _(answer, case):
+    rolls(case, answer, (2, 1, 3, 1, 6, 1), n_layers=3)
 
 
-@rolling.requires("reset forgets everything")
-def _(answer, t):
-    cache = new_rolling(answer, t, n_layers=2)
+@RollingKVCache.requires("reset forgets everything")
+def _(answer, case):
+    cache = new_rolling(answer, case, n_layers=2)
     for round_, size in enumerate((6, 3, 5)):
         for layer in range(2):
             keys = [chunk(size, seed=20 * round_ + layer)]
-            rolled(t, cache, layer, keys, f"text {round_}, layer {layer}: ")
-        length_is(t, cache, size, f"text {round_}")
-        t.call(cache.reset)
-        length_is(t, cache, 0, "after reset")
+            rolled(case, cache, layer, keys, f"text {round_}, layer {layer}: ")
+        length_is(case, cache, size, f"text {round_}")
+        case.call(cache.reset)
+        length_is(case, cache, 0, "after reset")
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "memory stays that of `window` positions, however long the text",
     "Does something still hold what was forgotten? A slice keeps the whole tensor alive.",
 )
-def _(answer, t):
+def _(answer, case):
     for size, window in ((5, 8), (1, 8), (30, 8), (1, 1)):
-        cache = new_rolling(answer, t, 2, window, dtype=torch.float64)
+        cache = new_rolling(answer, case, 2, window, dtype=torch.float64)
         halfway = 0
         for step in range(12):
             for layer in range(2):
                 new = chunk(size, seed=step, dtype=torch.float64)
-                t.call(cache.append, layer, *new)
+                case.call(cache.append, layer, *new)
             held = sum(tensors_in(cache).values())
             halfway = held if step == 9 else halfway
-        t.trace.append(held > halfway)
+        case.note(held > halfway)
         needed = 2 * 2 * 2 * 3 * window * 5 * 8
-        t.true(
+        case.true(
             held <= needed + 512,
             f"After {12 * size} positions, {size} at a time, it holds {held:,} bytes; a "
             f"window of {window} takes {needed:,}.",
         )
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "a batch, head count, width, dtype or device that is not the cache's is a "
     "ValueError, and nothing is stored",
     "The same test as in `KVCache`: before you write, for keys and for values.",
 )
-def _(answer, t):
-    new = partial(new_rolling, answer, t)
-    shapes_refused(t, new, rolled)
-    dtypes_refused(t, new, rolled)
+def _(answer, case):
+    new = partial(new_rolling, answer, case)
+    shapes_refused(case, new, rolled)
+    dtypes_refused(case, new, rolled)
     for dtype in (torch.float64, torch.bfloat16):
-        rolls(t, answer, (3, 3, 1), dtype=dtype)
-    default_dtype_taken(t, new, rolled)
+        rolls(case, answer, (3, 3, 1), dtype=dtype)
+    default_dtype_taken(case, new, rolled)
     torch.set_default_dtype(torch.float32)
-    device_taken(t, new)
-    devices_refused(t, new, rolled)
+    device_taken(case, new)
+    devices_refused(case, new, rolled)
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "two caches know nothing of each other",
     "What is assigned in the body of the class belongs to all its objects.",
 )
-def _(answer, t):
-    apart(answer, t, new_rolling, lambda cache, chunks: rolled(t, cache, 0, chunks))
+def _(answer, case):
+    apart(
+        answer, case, new_rolling, lambda cache, chunks: rolled(case, cache, 0, chunks)
+    )
 
 
-@rolling.requires(
+@RollingKVCache.requires(
     "a window or another size below 1 is a ValueError when it is built",
     "A window of 0 would look at nothing: refuse it in `__init__`, by its number.",
 )
-def _(answer, t):
-    small_sizes_refused(answer, t)
-
-
-def rolling_fault(name, sentence, **methods):
-    spoiled(rolling, Rolling, name, sentence, **methods)
-
-
-class Ring(Rolling):
-    """As `Rolling`, in a ring of places, for what goes wrong with these."""
-
-    def take_memory(self, **kind):
-        Cache.take_memory(self, **kind)
-
-    def append(self, layer, k, v):
-        self.refuse_shape(k, v)
-        self.refuse_kind(k, v)
-        start, t = self.stops[layer], k.shape[2]
-        self.stops[layer] += t
-        first = max(0, start - self.window + 1)
-        old = self.old(torch.arange(first, start) % self.window)
-        stop = start + t
-        seen = []
-        for memory, new in ((self.k[layer], k), (self.v[layer], v)):
-            seen.append(torch.cat([memory[:, :, old], new], 2))
-            first = max(start, stop - self.window)
-            last = new[:, :, first - start :]
-            self.put(memory, torch.arange(first, stop) % self.window, last)
-        return tuple(self.in_order(x, stop) for x in seen)
-
-    def old(self, places):
-        return places
-
-    def put(self, memory, places, new):
-        memory[:, :, places] = new
-
-    def in_order(self, x, stop):
-        return x
-
-
-def as_it_lies(self, x, stop):
-    """A full ring in the order of its memory, as far as it is one position."""
-    if x.shape[2] != self.window or stop <= self.window:
-        return x
-    return x[:, :, (torch.arange(stop - self.window, stop) % self.window).argsort()]
-
-
-def not_around(self, memory, places, new):
-    """Cut where the memory ends."""
-    there = self.window - int(places[0])
-    memory[:, :, places[:there]] = new[:, :, :there]
-
-
-spoiled(
-    rolling,
-    Ring,
-    "order_of_the_memory",
-    "They come back in the order in which they lie in memory. Once it has wrapped round, "
-    "that is not the order of the text.",
-    in_order=as_it_lies,
-)
-spoiled(
-    rolling,
-    Ring,
-    "old_in_the_order_of_the_memory",
-    "The new ones come last, as they should, and those before them in the order in which "
-    "they lie in memory. Once it has wrapped round, that is not the order of the text.",
-    old=lambda self, places: places.sort().values,
-)
-spoiled(
-    rolling,
-    Ring,
-    "cut_at_the_end_of_the_memory",
-    "What does not fit between its first place and the end of the memory is lost. A "
-    "chunk goes on at place 0.",
-    put=not_around,
-)
-rolling_fault(
-    "newest_first",
-    "They come back newest first.",
-    shown=lambda self, x, t: Rolling.shown(self, x, t).flip(2),
-)
-rolling_fault(
-    "one_too_many",
-    "One position too many is kept: `window` counts the position itself.",
-    keep=lambda self, x: x[:, :, -self.window - 1 :],
-    shown=lambda self, x, t: x[:, :, -(self.window + t) :],
-)
-rolling_fault(
-    "one_too_few",
-    "One position too few comes back: `window` positions, the new one included.",
-    shown=lambda self, x, t: x[:, :, -max(self.window - 2 + t, 1) :],
-)
-rolling_fault(
-    "nothing_forgotten",
-    "Nothing is ever forgotten.",
-    keep=lambda self, x: x,
-    shown=lambda self, x, t: x,
-)
-rolling_fault(
-    "shown_window_kept_all",
-    "Only the window comes back, but more is kept alive: a slice without `.clone()` "
-    "keeps all that it was cut from.",
-    keep=lambda self, x: x,
-)
-rolling_fault(
-    "oldest_kept",
-    "When it is full the *new* positions are lost. It is the oldest that must go.",
-    keep=lambda self, x: x[:, :, : self.window],
-)
-rolling_fault(
-    "cut_to_the_window",
-    "Of a chunk only what fits into the window comes back. Its first query may look "
-    "further back than its last, so it misses keys.",
-    shown=lambda self, x, t: x[:, :, -self.window :],
-)
-rolling_fault(
-    "chunk_alone",
-    "A chunk comes back alone, without the positions before it.",
-    shown=lambda self, x, t: x[
-        :, :, -max(t, min(self.window, x.shape[2]) * (t == 1)) :
-    ],
-)
-rolling_fault(
-    "too_far_back",
-    "A chunk gets `window` positions from before. Its first query sees window − 1 of "
-    "them, and itself.",
-    shown=lambda self, x, t: x[:, :, -(self.window - (t == 1) + t) :],
-)
-
-
-class StartOfChunk(Rolling):
-    def append(self, layer, k, v):
-        shown = super().append(layer, k, v)
-        if k.shape[2] > self.window:
-            self.kept[layer] = [x[:, :, : self.window] for x in (k, v)]
-        return shown
-
-
-spoiled(
-    rolling,
-    StartOfChunk,
-    "start_of_a_long_chunk_kept",
-    "Of a chunk longer than the window the first positions are kept. The last ones are "
-    "needed next.",
-)
-rolling_fault(
-    "length_of_the_memory",
-    "`length` is how many positions are kept. It counts all that have passed: the next "
-    "token's position depends on it.",
-    length=property(lambda self: min(self.window, *self.stops, self.stops[0])),
-)
-rolling_fault(
-    "reset_of_the_length_alone",
-    "`reset` sets `length` back, and the next text still sees the last one.",
-    reset=lambda self: (
-        setattr(self, "kept", getattr(self, "kept", [None] * self.sizes[0])),
-        setattr(self, "stops", [0] * self.sizes[0]),
-    )[0],
-)
-
-
-class OneForAll(Rolling):
-    def append(self, layer, k, v):
-        shown = super().append(layer, k, v)
-        self.kept = [self.kept[layer]] * self.sizes[0]
-        return shown
-
-
-spoiled(
-    rolling,
-    OneForAll,
-    "layers_share_a_memory",
-    "All layers write into one memory.",
-)
-
-
-class OnceALayer(Rolling):
-    @property
-    def length(self):
-        return sum(self.stops)
-
-
-spoiled(
-    rolling,
-    OnceALayer,
-    "length_once_per_layer",
-    "`length` advances with each layer.",
-)
-rolling_fault(
-    "one_too_many_kept",
-    "What comes back is right, and one position too many is kept.",
-    keep=lambda self, x: x[:, :, -self.window - 1 :],
-)
-
-
-class ExactlyFullForgotten(Rolling):
-    def append(self, layer, k, v):
-        old = self.kept[layer] or (k[:, :, :0], v[:, :, :0])
-        shown = super().append(layer, k, v)
-        if k.shape[2] == self.window > 1 and self.stops[layer] > self.window:
-            self.kept[layer] = list(old)
-        return shown
-
-
-spoiled(
-    rolling,
-    ExactlyFullForgotten,
-    "chunk_of_the_window_not_kept",
-    "A chunk exactly as long as the window is not kept.",
-)
-
-
-class OneMemory(Rolling):
-    shared = ()
-
-    def reset(self):
-        super().reset()
-        if self.sizes[0] == 1:
-            type(self).shared = self.kept
-
-    def append(self, layer, k, v):
-        if self.sizes[0] == 1:
-            self.kept = type(self).shared
-        return super().append(layer, k, v)
-
-
-spoiled(
-    rolling,
-    OneMemory,
-    "caches_share_memory",
-    "All caches of one size write into one memory. Take it in `__init__`, for each "
-    "object.",
-)
-
-
-class FullAfterTheWindow(Rolling):
-    def append(self, layer, k, v):
-        if self.stops[layer] + k.shape[2] > self.window:
-            raise ValueError(f"{self.stops[layer] + k.shape[2]} > {self.window}")
-        return super().append(layer, k, v)
-
-
-spoiled(
-    rolling,
-    FullAfterTheWindow,
-    "full_after_the_window",
-    "It refuses more than `window` positions. It should forget the oldest instead.",
-)
+def _(answer, case):
+    small_sizes_refused(answer, case)
 
 
 # Mistakes of either cache -------------------------------------------------------------
@@ -1979,7 +1408,7 @@ for name, sentence, methods in (
         lambda base: dict(refuse_sizes=refuse_zero),
     ),
 ):
-    for task, base in ((cache_, Cache), (rolling, Rolling)):
+    for task, base in ((KVCache, Cache), (RollingKVCache, Rolling)):
         spoiled(task, base, name, sentence, **methods(base))
 
 
@@ -2078,7 +1507,7 @@ def room(c, batch, max_len=16, **kind):
 forward_ = Exercise("cached_forward", lesson="kv_cache")
 
 
-def in_chunks(t, answer, model, truth, ids, sizes, cache, padding=None):
+def in_chunks(case, answer, model, truth, ids, sizes, cache, padding=None):
     """Feed `ids` in chunks; all logits that speak of something must be right."""
     like = next(model.parameters())
     tolerance = ANGLES if like.dtype == torch.float64 else None
@@ -2089,23 +1518,23 @@ def in_chunks(t, answer, model, truth, ids, sizes, cache, padding=None):
     start = 0
     for i, (size, chunk_ids) in enumerate(zip(sizes, ids.split(sizes, 1), strict=True)):
         given = (model, chunk_ids, cache) + ((padding,) * (padding is not None))
-        actual = taken(t, answer, *given)
-        t.is_tensor(actual, "what it returns")
+        actual = taken(case, answer, *given)
+        case.is_tensor(actual, "what it returns")
         shape = (*chunk_ids.shape, model.config.vocab_size)
         if actual.shape != shape:
             raise Unmet(f"the logits have shape {tuple(actual.shape)}, not {shape}.")
         what = f"chunks {list(sizes[: i + 1])}: the result for the last"
         if padding is None:
             right = expected[0][:, start : start + size]
-            t.close(actual, right, what, like=like, tolerance=tolerance)
+            case.close(actual, right, what, like=like, tolerance=tolerance)
         else:
             # What stands at padding says nothing, and must tell no answers apart.
-            t.trace[-1] = t.trace[-1].clone()
+            case.recording[-1] = case.recording[-1].clone()
             for row, pad in enumerate(pads):
-                t.trace[-1][row, : max(0, pad - start)] = 0
+                case.recording[-1][row, : max(0, pad - start)] = 0
                 first = max(start, pad)
                 if first < start + size:
-                    t.close(
+                    case.close(
                         actual[row, first - start :],
                         expected[row][first - pad : start + size - pad],
                         f"{what}, row {row} with {pad} padding tokens",
@@ -2124,10 +1553,10 @@ def in_chunks(t, answer, model, truth, ids, sizes, cache, padding=None):
 FAR = 0.1
 
 
-def chunks_agree(t, answer, c, sizes, seed, batch=2, **kind):
+def chunks_agree(case, answer, c, sizes, seed, batch=2, **kind):
     model, truth = decoder(c, seed)
     ids = probe_ids(batch, sum(sizes), below=c.vocab_size, seed=seed)
-    in_chunks(t, answer, model, truth, ids, sizes, room(c, batch))
+    in_chunks(case, answer, model, truth, ids, sizes, room(c, batch))
 
 
 @forward_.requires(
@@ -2135,8 +1564,8 @@ def chunks_agree(t, answer, c, sizes, seed, batch=2, **kind):
     "Go through `Block.forward` and `MultiHeadAttention.forward` line by line. What has "
     "to be put between the keys and the scores?",
 )
-def _(answer, t):
-    chunks_agree(t, answer, ONE_BLOCK, (1,), 1000)
+def _(answer, case):
+    chunks_agree(case, answer, ONE_BLOCK, (1,), 1000)
 
 
 @forward_.requires(
@@ -2144,8 +1573,8 @@ def _(answer, t):
     "A prompt is a chunk, and its tokens must not look ahead, cache or not. One block "
     "and the last token alone would not show it.",
 )
-def _(answer, t):
-    chunks_agree(t, answer, LONG, (7,), 1100)
+def _(answer, case):
+    chunks_agree(case, answer, LONG, (7,), 1100)
 
 
 @forward_.requires(
@@ -2153,28 +1582,30 @@ def _(answer, t):
     "The next token's position is how many are in the cache. When do you ask for it: "
     "before the first layer appends, or after?",
 )
-def _(answer, t):
-    chunks_agree(t, answer, ONE_BLOCK, (1, 1, 1, 1), 1200, batch=3)
-    chunks_agree(t, answer, LONG, (1,) * 6, 1210)
+def _(answer, case):
+    chunks_agree(case, answer, ONE_BLOCK, (1, 1, 1, 1), 1200, batch=3)
+    chunks_agree(case, answer, LONG, (1,) * 6, 1210)
 
 
 @forward_.requires(
     "a prompt, then token by token, as in generation",
     "What is different in the second step of generation from the first?",
 )
-def _(answer, t):
-    chunks_agree(t, answer, LONG, (4, 1, 1, 1), 1300)
-    chunks_agree(t, answer, LONG, (5, 1, 1), 1310, batch=3)
+def _(answer, case):
+    chunks_agree(case, answer, LONG, (4, 1, 1, 1), 1300)
+    chunks_agree(case, answer, LONG, (5, 1, 1), 1310, batch=3)
 
 
 @forward_.requires(
     "chunks of any length behind a prefix",
     "T queries, and more keys than that: which of the keys may each query see?",
 )
-def _(answer, t):
-    chunks_agree(t, answer, LONG, (2, 3, 1, 4), 1400, batch=3)
-    chunks_agree(t, answer, replace(LONG, n_kv_heads=6), (3, 4), 1410)
-    chunks_agree(t, answer, replace(LONG, n_kv_heads=1, rope_base=50.0), (3, 4), 1420)
+def _(answer, case):
+    chunks_agree(case, answer, LONG, (2, 3, 1, 4), 1400, batch=3)
+    chunks_agree(case, answer, replace(LONG, n_kv_heads=6), (3, 4), 1410)
+    chunks_agree(
+        case, answer, replace(LONG, n_kv_heads=1, rope_base=50.0), (3, 4), 1420
+    )
 
 
 def windowed(ids, p, c, window):
@@ -2195,13 +1626,19 @@ def windowed(ids, p, c, window):
     "Keys go in rotated, and come back to be used as they are. `cache.length` counts "
     "what has passed; how many keys there are, their shape tells.",
 )
-def _(answer, t):
+def _(answer, case):
     model, _ = decoder(LONG, 1450)
     wide = doubled(weights_for(model_shapes(LONG), 1450))
     ids = probe_ids(2, 9, below=23, seed=25)
     cache = Rolling(3, 2, 2, 4, 4)
     in_chunks(
-        t, answer, model, lambda ids: windowed(ids, wide, LONG, 4), ids, (1,) * 9, cache
+        case,
+        answer,
+        model,
+        lambda ids: windowed(ids, wide, LONG, 4),
+        ids,
+        (1,) * 9,
+        cache,
     )
 
 
@@ -2210,32 +1647,32 @@ def _(answer, t):
     "Call the layers (`part.w_q(y)`), so that biases come along. And where do learned "
     "positions enter?",
 )
-def _(answer, t):
+def _(answer, case):
     for i, sizes in enumerate(((6,), (1, 1, 1, 1), (4, 1, 1), (2, 3, 1))):
-        chunks_agree(t, answer, LONG_GPT2, sizes, 1500 + 10 * i, batch=3)
+        chunks_agree(case, answer, LONG_GPT2, sizes, 1500 + 10 * i, batch=3)
 
 
 @forward_.requires(
     "after a reset the next text starts anew, also one of another length",
     "Nothing about the last text may be kept outside the cache.",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1600)
         cache = room(c, 3)
         for i, sizes in enumerate(((4, 1, 2), (2, 1, 1), (9, 1))):
             ids = probe_ids(3, sum(sizes), below=c.vocab_size, seed=20 + i)
-            in_chunks(t, answer, model, truth, ids, sizes, cache)
+            in_chunks(case, answer, model, truth, ids, sizes, cache)
             cache.reset()
         other, truth = decoder(c, 1650)
-        in_chunks(t, answer, other, truth, ids, (6, 1, 3), room(c, 3))
+        in_chunks(case, answer, other, truth, ids, (6, 1, 3), room(c, 3))
 
 
 @forward_.requires(
     "two texts in turn, each in its own cache",
     "What a call has to know of the text so far is in the cache it is given.",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1660)
         ids = [probe_ids(2, 7, below=c.vocab_size, seed=33 + i) for i in range(2)]
@@ -2243,10 +1680,10 @@ def _(answer, t):
         for step in range(3):
             for i, cache in enumerate(caches):
                 stop = start[i] + sizes[i][step]
-                actual = t.call(answer, model, ids[i][:, start[i] : stop], cache)
+                actual = case.call(answer, model, ids[i][:, start[i] : stop], cache)
                 what = f"text {i + 1} of two, chunks {list(sizes[i][: step + 1])}"
                 right = truth(ids[i])[:, start[i] : stop]
-                t.close(
+                case.close(
                     actual,
                     right,
                     f"{what}: the result for the last",
@@ -2260,7 +1697,7 @@ def _(answer, t):
     "Positions are whole numbers, as many as the model has. bfloat16 has 8 binary "
     "digits: it counts to 256.",
 )
-def _(answer, t):
+def _(answer, case):
     for fields in (ONE_BLOCK, ONE_GPT2):
         c = replace(fields, max_len=5_000, rope_base=9.0)
         for dtype in (torch.float32, torch.bfloat16):
@@ -2275,12 +1712,12 @@ def _(answer, t):
             ids = probe_ids(2, 8, below=c.vocab_size, seed=37)
             expected = whole_decoder(ids, wide, c)
             for start, stop in ((0, 5), (5, 6), (6, 8)):
-                actual = t.call(answer, model, ids[:, start:stop], cache)
+                actual = case.call(answer, model, ids[:, start:stop], cache)
                 what = f"{str(dtype)[6:]}, at position {4_100 + start}: the result"
                 right, low = expected[:, start:stop], dtype == torch.bfloat16
                 tolerance = FAR * right.abs().max().item() if low else None
                 like = torch.empty(0, dtype=dtype)
-                t.close(actual, right, what, like=like, tolerance=tolerance)
+                case.close(actual, right, what, like=like, tolerance=tolerance)
 
 
 @forward_.requires(
@@ -2288,7 +1725,7 @@ def _(answer, t):
     "Rows begin at different columns. Which position has a row's first real token, and "
     "which columns may nobody in this row see, in every step?",
 )
-def _(answer, t):
+def _(answer, case):
     for i, (c, sizes, padding) in enumerate(
         (
             (ONE_BLOCK, (5,), [2, 0, 3]),
@@ -2301,7 +1738,7 @@ def _(answer, t):
         model, truth = decoder(c, 1700 + 10 * i)
         ids = probe_ids(3, sum(sizes), below=c.vocab_size, seed=30 + i)
         pads = torch.tensor(padding)
-        in_chunks(t, answer, model, truth, ids, sizes, room(c, 3), pads)
+        in_chunks(case, answer, model, truth, ids, sizes, room(c, 3), pads)
 
 
 @forward_.requires(
@@ -2310,14 +1747,14 @@ def _(answer, t):
     "The cache refuses when it is full. Who refuses when the cache is longer than what "
     "the model was made for?",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1800)
         ids = probe_ids(2, 16, below=c.vocab_size, seed=40)
         cache = room(c, 2, max_len=30)
-        in_chunks(t, answer, model, truth, ids, (15, 1), cache)
+        in_chunks(case, answer, model, truth, ids, (15, 1), cache)
         refuses(
-            t,
+            case,
             answer,
             model,
             ids[:, :1],
@@ -2326,11 +1763,11 @@ def _(answer, t):
             because="a 17th token where max_len is 16",
         )
         for sizes in ((16,), (9, 7)):
-            in_chunks(t, answer, model, truth, ids, sizes, room(c, 2))
+            in_chunks(case, answer, model, truth, ids, sizes, room(c, 2))
         cache = room(c, 2, max_len=30)
-        in_chunks(t, answer, model, truth, ids[:, :9], (9,), cache)
+        in_chunks(case, answer, model, truth, ids[:, :9], (9,), cache)
         refuses(
-            t,
+            case,
             answer,
             model,
             ids[:, :8],
@@ -2338,13 +1775,13 @@ def _(answer, t):
             mentions=(17, 16),
             because="9 tokens and 8 new ones where max_len is 16",
         )
-        t.trace.append(tuple(cache.stops))
-        t.true(
+        case.note(tuple(cache.stops))
+        case.true(
             cache.stops == [9] * c.n_layers,
             "A call that is refused has stored tokens in the cache all the same.",
         )
         refuses(
-            t,
+            case,
             answer,
             model,
             ids[:, :9],
@@ -2355,21 +1792,23 @@ def _(answer, t):
 
 
 @forward_.requires("float64, bfloat16 and `eval()` work")
-def _(answer, t):
+def _(answer, case):
     for c in (TWO_BLOCKS, TWO_GPT2):
         model, truth = decoder(c, 1900)
         ids = probe_ids(2, 8, below=c.vocab_size, seed=50)
         cache = room(c, 2, dtype=torch.float64)
-        in_chunks(t, answer, model.double().eval(), truth, ids, (3, 1, 4), cache)
+        in_chunks(case, answer, model.double().eval(), truth, ids, (3, 1, 4), cache)
         cache = room(c, 2, dtype=torch.bfloat16)
         model = model.bfloat16()
         for part in ids.split((5, 3), 1):
-            actual = t.call(answer, model, part, cache)
-            t.true(
+            actual = case.call(answer, model, part, cache)
+            case.true(
                 actual.dtype == torch.bfloat16,
                 f"The logits of a bfloat16 model are {str(actual.dtype)[6:]}.",
             )
-        t.true(bool(actual.isfinite().all()), "The logits in bfloat16 are not finite.")
+        case.true(
+            bool(actual.isfinite().all()), "The logits in bfloat16 are not finite."
+        )
 
 
 @forward_.requires(
@@ -2377,13 +1816,13 @@ def _(answer, t):
     "The cache would hold every step's graph, and memory would grow. There is a "
     "decorator for functions that need none.",
 )
-def _(answer, t):
+def _(answer, case):
     model, _ = decoder(LONG, 2000)
     cache = room(LONG, 2)
     for _ in range(2):
-        out = t.call(answer, model, probe_ids(2, 3, below=23), cache)
-        t.is_tensor(out, "what it returns")
-        t.true(
+        out = case.call(answer, model, probe_ids(2, 3, below=23), cache)
+        case.is_tensor(out, "what it returns")
+        case.true(
             not out.requires_grad and not cache.k.requires_grad,
             "The logits, or the keys in the cache, carry gradients.",
         )
@@ -2394,13 +1833,13 @@ def _(answer, t):
     "Neither `requires_grad`, nor `train()` and `eval()`, nor a setting for all of torch "
     "is this function's to change.",
 )
-def _(answer, t):
+def _(answer, case):
     model, _ = decoder(LONG, 2050)
 
     def run():
-        t.call(answer, model, probe_ids(2, 3, below=23), room(LONG, 2))
+        case.call(answer, model, probe_ids(2, 3, below=23), room(LONG, 2))
 
-    left_alone(t, run, model)
+    left_alone(case, run, model)
 
 
 # Changing what is not one's own, by model and generation alike.
@@ -2424,7 +1863,7 @@ def meddle(wrong, model):
         model.requires_grad_(False)
 
 
-def left_alone(t, run, model):
+def left_alone(case, run, model):
     """`run` changes neither the model nor torch's settings."""
     for training in (True, False):
         model.train(training)
@@ -2432,30 +1871,30 @@ def left_alone(t, run, model):
             with torch.set_grad_enabled(enabled):
                 run()
                 after = torch.is_grad_enabled()
-            t.true(
+            case.true(
                 after == enabled,
                 f"Gradients were {'on' if enabled else 'off'} before the call and are "
                 f"{'on' if after else 'off'} after it, for everybody: use `with "
                 "torch.no_grad():` or the decorator.",
             )
-            t.true(
+            case.true(
                 all(p.requires_grad for p in model.parameters()),
                 "Parameters of the model have lost `requires_grad`: it cannot be trained "
                 "any more.",
             )
-            t.true(
+            case.true(
                 all(part.training == training for part in model.modules()),
                 f"The model came in with `training` {training} and is left with "
                 f"{not training}.",
             )
-        t.true(
+        case.true(
             torch.get_default_dtype() == torch.float32,
             "torch's default dtype is another one after the call.",
         )
 
 
 @forward_.requires("it creates nothing on another device")
-def _(answer, t):
+def _(answer, case):
     for c in (ONE_BLOCK, ONE_GPT2):
 
         def run(model, ids, padding=None, c=c):
@@ -2466,8 +1905,8 @@ def _(answer, t):
             return answer(model, ids, cache, padding)
 
         model, ids = decoder(c, 2100)[0], probe_ids(2, 5, below=23)
-        t.any_device(run, model, ids)
-        t.any_device(run, model, ids, torch.tensor([0, 2]))
+        case.any_device(run, model, ids)
+        case.any_device(run, model, ids, torch.tensor([0, 2]))
 
 
 def attended(q, k, v, mask):
@@ -2836,28 +2275,28 @@ PROMPTS = probe_ids(3, 4, below=23, seed=60)
     "The first pass reads the prompt, each pass after it only the newest token. Whose "
     "logits give the next one?",
 )
-def _(answer, t):
+def _(answer, case):
     for fields in (LONG, LONG_GPT2):
         model = Text(replace(fields, max_len=64), seed=3000)
         expected = greedy(model, PROMPTS, 5)
         for n in (5, 1, 2):
-            actual = t.call(answer, model, PROMPTS, n, temperature=0)
-            t.equal(actual, expected[:, : 4 + n], f"{n} more tokens: the text")
+            actual = case.call(answer, model, PROMPTS, n, temperature=0)
+            case.equal(actual, expected[:, : 4 + n], f"{n} more tokens: the text")
         one = probe_ids(5, 1, below=23, seed=61)
-        actual = t.call(answer, model, one, n_tokens=4, temperature=0.0)
-        t.equal(actual, greedy(model, one, 4), "from one token: the text")
+        actual = case.call(answer, model, one, n_tokens=4, temperature=0.0)
+        case.equal(actual, greedy(model, one, 4), "from one token: the text")
 
 
 @generation.requires(
     "every token is read once: the prompt in one pass, then one token a pass",
     "Print the shape of what you give to `cached_forward`.",
 )
-def _(answer, t):
+def _(answer, case):
     model = Text(LONG, seed=3100)
-    t.call(answer, model, PROMPTS, 6, temperature=0)
+    case.call(answer, model, PROMPTS, 6, temperature=0)
     columns = [shape[-1] for shape in model.read]
-    t.trace.append(str(columns))
-    t.true(
+    case.note(str(columns))
+    case.true(
         columns[:6] == [4, 1, 1, 1, 1, 1] and len(columns) <= 7,
         f"For a prompt of 4 and 6 new tokens the passes read {columns} tokens.",
     )
@@ -2868,12 +2307,12 @@ def _(answer, t):
     "back the prompt",
     "Whose cache is it? One that outlives the call has to be reset.",
 )
-def _(answer, t):
+def _(answer, case):
     model = Text(TWO_BLOCKS, seed=3200)
     for batch, size, n in ((3, 4, 3), (2, 6, 2), (3, 2, 5), (1, 3, 0), (3, 4, 3)):
         ids = probe_ids(batch, size, below=23, seed=70 + size)
-        actual = t.call(answer, model, ids, n, temperature=0)
-        t.equal(actual, greedy(model, ids, n), f"a prompt of {size}: the text")
+        actual = case.call(answer, model, ids, n, temperature=0)
+        case.equal(actual, greedy(model, ids, n), f"a prompt of {size}: the text")
 
 
 # At this temperature even the model that is sure draws all tokens nearly equally often,
@@ -2882,15 +2321,15 @@ HOT = 1_000_000
 DRAWS = 2_000
 
 
-def drawn(t, answer, model, ids, n, *settings, **named):
+def drawn(case, answer, model, ids, n, *settings, **named):
     """The text; what is drawn is left out of the trace, where it would mislead."""
-    text = t.mutate(answer, model, ids, n, *settings, **named)
-    t.is_tensor(text)
+    text = case.call_in_place(answer, model, ids, n, *settings, **named)
+    case.is_tensor(text)
     shape = (len(ids), ids.shape[1] + n)
     if text.shape != shape:
         raise Unmet(f"the text has shape {tuple(text.shape)}, expected {shape}.")
-    t.trace.pop()
-    t.equal(text[:, : ids.shape[1]], ids, "the prompt in the text")
+    case.recording.pop()
+    case.equal(text[:, : ids.shape[1]], ids, "the prompt in the text")
     return text
 
 
@@ -2921,28 +2360,28 @@ def in_words(settings, named):
     return ", ".join(given) or "no settings"
 
 
-def likeliest_come(t, answer, model, kept, *settings, **named):
+def likeliest_come(case, answer, model, kept, *settings, **named):
     """At a high temperature exactly the `kept` likeliest tokens are drawn."""
     many = START.expand(500, -1)
-    found = drawn(t, answer, model, many, 1, *settings, **named)[:, -1].unique()
+    found = drawn(case, answer, model, many, 1, *settings, **named)[:, -1].unique()
     wanted = next_logits(model)[0].topk(kept).indices.sort().values
-    t.trace.append(tuple(found.tolist()))
-    t.true(
+    case.note(tuple(found.tolist()))
+    case.true(
         torch.equal(found, wanted),
         f"With {in_words(settings, named)} the tokens {found.tolist()} came in 500 draws of one, "
         f"expected {wanted.tolist()}.",
     )
 
 
-def as_often(t, answer, model, **named):
+def as_often(case, answer, model, **named):
     """Each token comes as often as it should, to 5.5 deviations."""
     many = START.expand(DRAWS, -1)
-    tokens = drawn(t, answer, model, many, 1, **named)[:, -1]
+    tokens = drawn(case, answer, model, many, 1, **named)[:, -1]
     wanted = chances(next_logits(model), **({"temperature": 1.0} | named))[0]
     found = torch.bincount(tokens, minlength=23).double() / DRAWS
     over = (found - wanted).abs() - 5.5 * (wanted * (1 - wanted) / DRAWS).sqrt()
     token = over.argmax().item()
-    t.true(
+    case.true(
         over[token] <= 0,
         f"With {in_words((), named)} token {token} came in {found[token]:.1%} of "
         f"{DRAWS:,} draws, expected {wanted[token]:.1%}.",
@@ -2953,16 +2392,16 @@ def as_often(t, answer, model, **named):
     "the settings of sample are passed on, each under its own name",
     "Pass them by name, or in the order that `sample` has.",
 )
-def _(answer, t):
+def _(answer, case):
     sure = Text(ONE_BLOCK, seed=3300)
     less_sure = Text(ONE_BLOCK, seed=3300, scale=1)
 
     def given(temperature, top_k=None, top_p=None):
         return dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
-    likeliest_come(t, answer, sure, 23, **given(HOT))
-    as_often(t, answer, less_sure, **given(1.0))
-    as_often(t, answer, less_sure, **given(0.5))
+    likeliest_come(case, answer, sure, 23, **given(HOT))
+    as_often(case, answer, less_sure, **given(1.0))
+    as_often(case, answer, less_sure, **given(0.5))
     for settings, kept in (
         (dict(top_p=1), 23),
         (dict(top_k=1), 1),
@@ -2970,44 +2409,44 @@ def _(answer, t):
         (dict(top_p=0.3), 7),
         (dict(top_k=5, top_p=0.7), 4),
     ):
-        likeliest_come(t, answer, sure, kept, **given(HOT, **settings))
-    as_often(t, answer, less_sure, **given(3.0, top_k=9, top_p=0.8))
+        likeliest_come(case, answer, sure, kept, **given(HOT, **settings))
+    as_often(case, answer, less_sure, **given(3.0, top_k=9, top_p=0.8))
 
 
 @generation.requires(
     "two calls without a generator draw anew, and two texts from one generator differ",
     "Who seeds torch inside a function decides for everybody.",
 )
-def _(answer, t):
+def _(answer, case):
     model = Text(ONE_BLOCK, seed=3360)
     made = seeded(6)
     for kind in ({}, dict(generator=made)):
         runs = [
-            drawn(t, answer, model, PROMPTS, 5, temperature=HOT, **kind)
+            drawn(case, answer, model, PROMPTS, 5, temperature=HOT, **kind)
             for _ in range(2)
         ]
-        t.true(
+        case.true(
             not torch.equal(*runs),
             "Two calls in a row drew the same text: something sets the seed in each.",
         )
 
 
 @generation.requires("a generator alone decides what is drawn")
-def _(answer, t):
+def _(answer, case):
     model = Text(ONE_BLOCK, seed=3400)
     runs = []
     for seed, of_torch in ((2, 0), (2, 1), (3, 1)):
         torch.manual_seed(of_torch)
         made = seeded(seed)
         runs.append(
-            drawn(t, answer, model, PROMPTS, 5, temperature=HOT, generator=made)
+            drawn(case, answer, model, PROMPTS, 5, temperature=HOT, generator=made)
         )
-    t.true(
+    case.true(
         torch.equal(runs[0], runs[1]),
         "Two generators with one seed drew two texts: not all that is drawn comes from "
         "the `generator`.",
     )
-    t.true(not torch.equal(runs[1], runs[2]), "Two seeds gave the same text.")
+    case.true(not torch.equal(runs[1], runs[2]), "Two seeds gave the same text.")
 
 
 @generation.requires(
@@ -3015,20 +2454,20 @@ def _(answer, t):
     "in the order of `sample`",
     "Compare your first line with the contract, argument by argument.",
 )
-def _(answer, t):
+def _(answer, case):
     model = Text(ONE_BLOCK, seed=3350, scale=1)
     many = START.expand(DRAWS, -1)
     given = dict(temperature=1.0, top_k=None, top_p=None, padding=None)
-    wanted = drawn(t, answer, model, many, 1, generator=seeded(4), **given)
+    wanted = drawn(case, answer, model, many, 1, generator=seeded(4), **given)
     for name, value in given.items():
         others = {n: x for n, x in given.items() if n != name}
-        found = drawn(t, answer, model, many, 1, generator=seeded(4), **others)
-        t.true(
+        found = drawn(case, answer, model, many, 1, generator=seeded(4), **others)
+        case.true(
             torch.equal(found, wanted),
             f"Without `{name}` it draws another text than with `{name}={value}`, which "
             "is its default.",
         )
-    as_often(t, answer, model)
+    as_often(case, answer, model)
     model = Text(ONE_BLOCK, seed=3355)
     for settings, kept in (
         ((HOT,), 23),
@@ -3036,25 +2475,25 @@ def _(answer, t):
         ((HOT, None, 0.3), 7),
         ((HOT, 4, None, seeded(4)), 4),
     ):
-        likeliest_come(t, answer, model, kept, *settings)
+        likeliest_come(case, answer, model, kept, *settings)
 
 
 @generation.requires(
     "padding on the left: each row goes on as it would alone",
     "`cached_forward` takes `padding`; in which of the passes does it matter?",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (TWO_BLOCKS, TWO_GPT2):
         model = Text(c, seed=3500)
         ids, pads = probe_ids(3, 6, below=23, seed=62), [2, 0, 4]
-        actual = t.call(
+        actual = case.call(
             answer, model, ids, 5, temperature=0, padding=torch.tensor(pads)
         )
         rows = [
             torch.cat([ids[r, :p], greedy(model, ids[r : r + 1, p:], 5)[0]])
             for r, p in enumerate(pads)
         ]
-        t.equal(actual, torch.stack(rows), f"padding {pads}: the text")
+        case.equal(actual, torch.stack(rows), f"padding {pads}: the text")
 
 
 @generation.requires(
@@ -3062,14 +2501,14 @@ def _(answer, t):
     "which names both numbers",
     "Test before the first pass: how long will the text be at the end?",
 )
-def _(answer, t):
+def _(answer, case):
     model = Text(ONE_BLOCK, seed=3600)
     empty = torch.empty(2, 0, dtype=torch.int64)
-    refuses(t, answer, model, empty, 3, because="an empty prompt")
+    refuses(case, answer, model, empty, 3, because="an empty prompt")
     for size, n in ((17, 1), (4, 14), (4, 13), (16, 1)):
         ids = probe_ids(2, size, below=23, seed=63)
         refuses(
-            t,
+            case,
             answer,
             model,
             ids,
@@ -3078,40 +2517,40 @@ def _(answer, t):
             mentions=(size + n, 16),
             because=f"{size} tokens and {n} new ones where max_len is 16",
         )
-    t.true(not model.read, "The model ran before the text was refused.")
-    actual = taken(t, answer, model, PROMPTS, 12, 0)
-    t.equal(actual, greedy(model, PROMPTS, 12), "exactly max_len: the text")
+    case.true(not model.read, "The model ran before the text was refused.")
+    actual = taken(case, answer, model, PROMPTS, 12, 0)
+    case.equal(actual, greedy(model, PROMPTS, 12), "exactly max_len: the text")
 
 
 @generation.requires(
     "a float64 and a bfloat16 model work: the cache has the model's dtype",
     "Any parameter of the model tells its dtype and its device.",
 )
-def _(answer, t):
+def _(answer, case):
     model = Text(LONG, seed=3700).double()
-    actual = t.call(answer, model, PROMPTS, 6, temperature=0)
-    t.equal(actual, greedy(model, PROMPTS, 6), "in float64: the text")
-    t.call(answer, Text(LONG_GPT2, seed=3710).bfloat16(), PROMPTS, 3, temperature=0)
+    actual = case.call(answer, model, PROMPTS, 6, temperature=0)
+    case.equal(actual, greedy(model, PROMPTS, 6), "in float64: the text")
+    case.call(answer, Text(LONG_GPT2, seed=3710).bfloat16(), PROMPTS, 3, temperature=0)
 
 
 @generation.requires(
     "the model is left as it was, and so is torch; no gradients are recorded",
     "`torch.no_grad()` as a decorator, or with `with`.",
 )
-def _(answer, t):
+def _(answer, case):
     model = Text(ONE_BLOCK, seed=3750)
 
     def run():
-        text = t.call(answer, model, PROMPTS, 2, temperature=0)
-        t.true(not text.requires_grad, "The text carries gradients.")
+        text = case.call(answer, model, PROMPTS, 2, temperature=0)
+        case.true(not text.requires_grad, "The text carries gradients.")
 
-    left_alone(t, run, model)
+    left_alone(case, run, model)
 
 
 @generation.requires("it creates nothing on another device")
-def _(answer, t):
+def _(answer, case):
     model = Text(ONE_BLOCK, seed=3800)
-    t.call(answer, model, PROMPTS, 3, temperature=0)
+    case.call(answer, model, PROMPTS, 3, temperature=0)
 
     def generate_cached(model, ids):
         try:
@@ -3119,7 +2558,7 @@ def _(answer, t):
         except ValueError as error:  # a cache's, which need not use the word
             raise ValueError(f"device: {error}") from error
 
-    t.any_device(generate_cached, model, PROMPTS)
+    case.any_device(generate_cached, model, PROMPTS)
 
 
 def pick(logits, temperature, top_k, top_p, generator):
@@ -3349,7 +2788,7 @@ for name, sentence, other in (
 
 # The parts of lessons 03, 04 and 08 with a cache --------------------------------------
 
-joint = Joint(
+cached_decoder = IntegrationCheck(
     "cached_decoder",
     lesson="kv_cache",
     parts={
@@ -3369,15 +2808,15 @@ joint = Joint(
 )
 
 
-@joint.requires(
+@cached_decoder.requires(
     "heads, rotation, cache and mask in pieces give what MultiHeadAttention gives at once",
     "Do by hand what `cached_forward` does in one layer, chunk by chunk, and compare with "
     "one call of the layer.",
 )
-def _(parts, t):
+def _(parts, case):
     torch.manual_seed(7)
-    layer = t.call(parts["MultiHeadAttention"], 10, 6, 2, 4)
-    cache = t.call(parts["KVCache"], 1, 3, 2, 9, 4)
+    layer = case.call(parts["MultiHeadAttention"], 10, 6, 2, 4)
+    cache = case.call(parts["KVCache"], 1, 3, 2, 9, 4)
     x, out = probe(3, 9, 10, seed=801), []
 
     def whole(x):
@@ -3392,22 +2831,22 @@ def _(parts, t):
         x.split((4, 1, 3, 1), 1), torch.arange(9).split((4, 1, 3, 1)), strict=True
     ):
         q, k, v = (
-            t.call(parts["split_heads"], w(piece).detach(), n)
+            case.call(parts["split_heads"], w(piece).detach(), n)
             for w, n in ((layer.w_q, 6), (layer.w_k, 2), (layer.w_v, 2))
         )
-        q, k = (t.call(parts["rope"], y, places, 100.0) for y in (q, k))
-        k, v = t.call(cache.append, 0, k, v)
-        mask = t.call(parts["chunk_mask"], len(places), k.shape[2])
+        q, k = (case.call(parts["rope"], y, places, 100.0) for y in (q, k))
+        k, v = case.call(cache.append, 0, k, v)
+        mask = case.call(parts["chunk_mask"], len(places), k.shape[2])
         k, v = (y.repeat_interleave(3, 1) for y in (k, v))
-        heads = t.call(parts["attention"], q, k, v, mask)
-        out.append(layer.w_o(t.call(parts["merge_heads"], heads)).detach())
-    t.close(torch.cat(out, 1), t.call(whole, x), "attention in pieces", like=x)
+        heads = case.call(parts["attention"], q, k, v, mask)
+        out.append(layer.w_o(case.call(parts["merge_heads"], heads)).detach())
+    case.close(torch.cat(out, 1), case.call(whole, x), "attention in pieces", like=x)
 
 
-def built(parts, t, fields, seed):
+def built(parts, case, fields, seed):
     names = [n for n in vars(fields) if not n.startswith("_")]
-    c = t.call(parts["TransformerConfig"], *[getattr(fields, n) for n in names])
-    model = t.call(parts["Transformer"], c)
+    c = case.call(parts["TransformerConfig"], *[getattr(fields, n) for n in names])
+    model = case.call(parts["Transformer"], c)
     weights = weights_for(model_shapes(fields), seed)
     held = dict(model.named_parameters())
     with torch.no_grad():
@@ -3416,19 +2855,19 @@ def built(parts, t, fields, seed):
     return model.double(), doubled(weights)
 
 
-@joint.requires(
+@cached_decoder.requires(
     "Transformer in one pass and cached_forward through a KVCache give the same logits",
     "Both styles, chunk by chunk. If one style differs: positions; if both: the cache.",
 )
-def _(parts, t):
+def _(parts, case):
     for i, fields in enumerate((LONG, LONG_GPT2)):
-        model, weights = built(parts, t, fields, 820 + 40 * i)
+        model, weights = built(parts, case, fields, 820 + 40 * i)
         ids = probe_ids(3, 9, below=23, seed=821)
         expected = whole_decoder(ids, weights, fields)
-        whole = t.call(model, ids)
-        t.close(whole, expected, "the logits of one pass", tolerance=ANGLES)
+        whole = case.call(model, ids)
+        case.close(whole, expected, "the logits of one pass", tolerance=ANGLES)
         sizes = (fields.n_layers, 3, fields.n_kv_heads, 12, fields.d_head)
-        cache = t.call(parts["KVCache"], *sizes, dtype=torch.float64)
+        cache = case.call(parts["KVCache"], *sizes, dtype=torch.float64)
         for again in range(2):
             pieces, taken = [], (4, 1, 3, 1) if again else (2, 3, 4)
             for piece in ids.split(taken, 1):
@@ -3436,28 +2875,32 @@ def _(parts, t):
                 def run(piece, cache=cache, model=model):
                     return parts["cached_forward"](model, piece, cache)
 
-                pieces.append(t.call(run, piece))
+                pieces.append(case.call(run, piece))
             what = f"style {fields.style}, chunks {taken}: the logits"
-            t.close(torch.cat(pieces, 1), expected, what, tolerance=ANGLES)
-            t.call(cache.reset)
+            case.close(torch.cat(pieces, 1), expected, what, tolerance=ANGLES)
+            case.call(cache.reset)
 
 
-@joint.requires(
+@cached_decoder.requires(
     "generate and generate_cached write the same text, greedy and drawn",
     "Both draw with your `sample`: with one seed they draw the same tokens as long as "
     "their logits agree.",
 )
-def _(parts, t):
+def _(parts, case):
     for i, fields in enumerate((LONG, LONG_GPT2)):
-        model, _ = built(parts, t, fields, 860 + 40 * i)
+        model, _ = built(parts, case, fields, 860 + 40 * i)
         for settings in (dict(temperature=0), dict(temperature=1.5, top_k=9)):
             texts = []
             for name in ("generate", "generate_cached"):
                 made = seeded(3)
                 texts.append(
-                    t.mutate(parts[name], model, PROMPTS, 9, generator=made, **settings)
+                    case.call_in_place(
+                        parts[name], model, PROMPTS, 9, generator=made, **settings
+                    )
                 )
-            t.equal(texts[1], texts[0], f"with {settings}: the text through the cache")
+            case.equal(
+                texts[1], texts[0], f"with {settings}: the text through the cache"
+            )
 
 
 def knobbed_decoder(knob):
@@ -3567,4 +3010,4 @@ for name, sentence, wrong in (
         {"generate_cached": generator_that("top_k_not_passed")},
     ),
 ):
-    joint.fault(name, sentence, wrong)
+    cached_decoder.fault(name, sentence, wrong)

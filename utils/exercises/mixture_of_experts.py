@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.check.case import Crashed, Explained, Unmet
-from utils.check.exercise import Exercise, Joint
+from utils.check.errors import Crashed, Explained, Unmet
+from utils.check.exercise import Exercise, IntegrationCheck
 from utils.exercises.forward_pass import (
     FIELDS,
     LLAMA,
@@ -32,8 +32,8 @@ from utils.exercises.forward_pass import (
 )
 from utils.probe import probe, probe_ids, strided
 
-routing = Exercise("top_k_routing", lesson="mixture_of_experts")
-layer = Exercise("MixtureOfExperts", lesson="mixture_of_experts")
+top_k_routing = Exercise("top_k_routing", lesson="mixture_of_experts")
+MixtureOfExperts = Exercise("MixtureOfExperts", lesson="mixture_of_experts")
 balance = Exercise("load_balancing_loss", lesson="mixture_of_experts")
 dropping = Exercise("drop_over_capacity", lesson="mixture_of_experts")
 counting = Exercise("moe_parameters", lesson="mixture_of_experts")
@@ -130,12 +130,12 @@ def mixture_weights(d_model, d_ff, n_experts, seed=0):
     return p
 
 
-def filled(t, answer, d_model, d_ff, n_experts, k, seed=0):
+def filled(case, answer, d_model, d_ff, n_experts, k, seed=0):
     """A module with known weights, and those weights by name."""
-    module = t.call(answer, d_model, d_ff, n_experts, k)
+    module = case.call(answer, d_model, d_ff, n_experts, k)
     is_module(module)
     p = mixture_weights(d_model, d_ff, n_experts, seed)
-    return load_all(t, module, p), p
+    return load_all(case, module, p), p
 
 
 def is_module(module):
@@ -163,136 +163,140 @@ def oracle_for(p, k):
 # top_k_routing ------------------------------------------------------------------------
 
 
-def routed(t, answer, logits, k, tolerance=None):
-    result = t.call(answer, logits, k)
-    t.is_tuple(result, 2)
+def routed(case, answer, logits, k, tolerance=None):
+    result = case.call(answer, logits, k)
+    case.is_tuple(result, 2)
     weights, experts = slow_routing(logits.double(), k)
-    t.is_tensor(result[1], "the second result")
-    t.equal(result[1], experts, "the tensor of expert ids")
-    t.close(
+    case.is_tensor(result[1], "the second result")
+    case.equal(result[1], experts, "the tensor of expert ids")
+    case.close(
         result[0], weights, "the tensor of weights", like=logits, tolerance=tolerance
     )
 
 
-@routing.requires(
+@top_k_routing.requires(
     "with k of 2 and more: the ids of the k highest scores, the highest first, and "
     "softmax over these k",
     "Take one token with the scores 2, 0, 1 and k = 2. Which two experts, in which "
     "order? Their two weights sum to 1, and the third score has no say in them.",
 )
-def _(answer, t):
-    routed(t, answer, scores(7, 5), 2)
-    routed(t, answer, scores(4, 6, seed=1), 3)
-    routed(t, answer, scores(3, 7, seed=2, shift=-4.0), 2)
-    routed(t, answer, scores(1, 4, seed=3), 2)
+def _(answer, case):
+    routed(case, answer, scores(7, 5), 2)
+    routed(case, answer, scores(4, 6, seed=1), 3)
+    routed(case, answer, scores(3, 7, seed=2, shift=-4.0), 2)
+    routed(case, answer, scores(1, 4, seed=3), 2)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "k = E keeps every expert, sorted",
 )
-def _(answer, t):
-    routed(t, answer, scores(5, 4, seed=4), 4)
-    routed(t, answer, scores(3, 2, seed=5), k=2)
+def _(answer, case):
+    routed(case, answer, scores(5, 4, seed=4), 4)
+    routed(case, answer, scores(3, 2, seed=5), k=2)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "with k = 1 the weight is the expert's probability among all experts",
     "Read the contract's line about k = 1 again, and compare with one row by hand.",
 )
-def _(answer, t):
-    routed(t, answer, scores(7, 5, seed=6), 1)
-    routed(t, answer, scores(4, 3, seed=7, step=0.2), 1)
+def _(answer, case):
+    routed(case, answer, scores(7, 5, seed=6), 1)
+    routed(case, answer, scores(4, 3, seed=7, step=0.2), 1)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "with a single expert the weight is 1",
 )
-def _(answer, t):
-    routed(t, answer, scores(4, 1, seed=8), 1)
+def _(answer, case):
+    routed(case, answer, scores(4, 1, seed=8), 1)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "scores of ±10,000 give no overflow",
     "Do the weights depend on how large the scores are, or on their differences?",
 )
-def _(answer, t):
+def _(answer, case):
     for shift in (10_000.0, -10_000.0):
         for k in (1, 2):
-            routed(t, answer, scores(6, 5, seed=9, shift=shift), k, tolerance=0.01)
+            routed(case, answer, scores(6, 5, seed=9, shift=shift), k, tolerance=0.01)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "rows that lie far apart do not disturb each other",
     "Each row is another token's. What do your weights of one row take from the others?",
 )
-def _(answer, t):
+def _(answer, case):
     for level in ((0.0, 500.0, -500.0, 2000.0), (-900.0, 0.0, 900.0, 100.0)):
         logits = scores(4, 5, seed=17) + torch.tensor(level)[:, None]
         for k in (1, 2, 5):
-            routed(t, answer, logits, k, tolerance=0.01)
+            routed(case, answer, logits, k, tolerance=0.01)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "scores that lie far apart within a row keep their order",
     "Choose by the scores themselves: what comes out of an exponential can be 0 for "
     "several of them.",
 )
-def _(answer, t):
+def _(answer, case):
     for k in (2, 3, 5):
-        routed(t, answer, scores(6, 5, seed=18, step=150.0), k, tolerance=0.01)
+        routed(case, answer, scores(6, 5, seed=18, step=150.0), k, tolerance=0.01)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "among equal scores any may be kept, but k of them, and the weights are of these",
     "With the scores 1, 0, 0 and k = 2, how many scores are at least as high as the "
     "second? Two experts are kept all the same.",
 )
-def _(answer, t):
+def _(answer, case):
     logits = probe_ids(7, 5, below=3, seed=19).float()
     for k in (1, 2, 3):
-        result = t.call(answer, logits, k)
-        t.is_tuple(result, 2)
+        result = case.call(answer, logits, k)
+        case.is_tuple(result, 2)
         weights, experts = result
-        t.is_tensor(experts, "the second result")
-        t.true(
+        case.is_tensor(experts, "the second result")
+        case.true(
             experts.shape == (7, k)
             and all(len(set(row)) == k for row in experts.tolist()),
             f"Where scores are equal, some row has not {k} different experts.",
         )
         kept = logits.gather(1, experts)
-        t.equal(kept, logits.topk(k).values, "the scores of the kept experts")
-        t.close(weights, slow_routing(logits.double(), k)[0], "the tensor of weights")
+        case.equal(kept, logits.topk(k).values, "the scores of the kept experts")
+        case.close(
+            weights, slow_routing(logits.double(), k)[0], "the tensor of weights"
+        )
 
 
-@routing.requires(
+@top_k_routing.requires(
     "gradients flow through the weights to the scores, with k = 1 too",
     "Which steps lie between the scores and the weights, and does each have a slope?",
 )
-def _(answer, t):
+def _(answer, case):
     for k in (1, 2, 3):
-        t.gradients_agree(answer, slow_routing, scores(5, 4, seed=10 + k), k)
+        case.gradients_agree(answer, slow_routing, scores(5, 4, seed=10 + k), k)
 
 
-@routing.requires("float64, float16, bfloat16 and memory that is not contiguous work")
-def _(answer, t):
+@top_k_routing.requires(
+    "float64, float16, bfloat16 and memory that is not contiguous work"
+)
+def _(answer, case):
     for k in (1, 3):
         double = scores(5, 4, seed=14, dtype=torch.float64)
-        routed(t, answer, double, k, tolerance=1e-6)  # many take softmax in float32
+        routed(case, answer, double, k, tolerance=1e-6)  # many take softmax in float32
         for dtype in (torch.float16, torch.bfloat16):
-            routed(t, answer, scores(5, 4, seed=14, dtype=dtype), k)
+            routed(case, answer, scores(5, 4, seed=14, dtype=dtype), k)
             far = scores(6, 5, seed=18, step=150.0, dtype=dtype)
-            routed(t, answer, far, k, tolerance=0.01)
-    routed(t, answer, strided(scores(5, 4, seed=15)), 2)
-    routed(t, answer, scores(4, 4, seed=16).T, 2)
+            routed(case, answer, far, k, tolerance=0.01)
+    routed(case, answer, strided(scores(5, 4, seed=15)), 2)
+    routed(case, answer, scores(4, 4, seed=16).T, 2)
 
 
-@routing.requires(
+@top_k_routing.requires(
     "a k below 1 or above the number of experts is a ValueError that names both",
     'Ask before you compute; `raise ValueError(f"…")` with both numbers in it.',
 )
-def _(answer, t):
+def _(answer, case):
     for n_experts, k in ((5, 6), (13, 17), (5, 0), (5, -2)):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             scores(3, n_experts),
@@ -302,11 +306,11 @@ def _(answer, t):
         )
 
 
-@routing.requires("it creates nothing on another device")
-def _(answer, t):
+@top_k_routing.requires("it creates nothing on another device")
+def _(answer, case):
     for k in (1, 2):
-        t.any_device(answer, scores(5, 4), k)
-        t.any_device(answer, scores(5, 4), k)
+        case.any_device(answer, scores(5, 4), k)
+        case.any_device(answer, scores(5, 4), k)
 
 
 def refused(k, n_experts):
@@ -322,426 +326,83 @@ def right_routing(logits, k):
     return kept if k == 1 else torch.softmax(logits.gather(1, experts), -1), experts
 
 
-def router_by(change):
-    """A routing whose `change(logits, k)` gives weights and experts."""
-
-    def top_k_routing(logits, k):
-        refused(k, logits.shape[-1])
-        return change(logits, k)
-
-    return top_k_routing
-
-
-def weighted_by(change):
-    """A routing with the right experts; `change(logits, kept, k)` weights them."""
-
-    def top_k_routing(logits, k):
-        experts = right_routing(logits, k)[1]
-        return change(logits, logits.gather(1, experts), k), experts
-
-    return top_k_routing
-
-
-def reordered(change):
-    """Right weights and experts, given to `change(weights, experts)`."""
-    return router_by(lambda logits, k: change(*right_routing(logits, k)))
-
-
-routing.fault(
-    "one_is_always_one",
-    "With k = 1 the softmax over the kept score is 1, always. A constant has no slope, so "
-    "the router would never learn. Take its probability among all experts.",
-    weighted_by(lambda logits, kept, k: torch.softmax(kept, -1)),
-)
-routing.fault(
-    "not_renormalised",
-    "The weights are the probabilities among *all* experts. With k of 2 and more they "
-    "are softmax over the kept scores, and sum to 1.",
-    weighted_by(lambda logits, kept, k: (kept - logits.logsumexp(-1, True)).exp()),
-)
-routing.fault(
-    "softmax_twice",
-    "Softmax is taken twice: over all scores, and over the k probabilities that were "
-    "kept. Probabilities lie close together, so the weights come out nearly equal.",
-    weighted_by(
-        lambda logits, kept, k: (
-            torch.softmax(logits, -1).amax(-1, True)
-            if k == 1
-            else torch.softmax((kept - logits.logsumexp(-1, True)).exp(), -1)
-        )
-    ),
-)
-routing.fault(
-    "over_the_tokens",
-    "Softmax runs over the tokens instead of the experts.",
-    weighted_by(
-        lambda logits, kept, k: (
-            torch.softmax(logits, 0).gather(1, logits.topk(1, -1).indices)
-            if k == 1
-            else torch.softmax(kept, 0)
-        )
-    ),
-)
-routing.fault(
-    "smallest_chosen",
-    "The experts with the *lowest* scores are chosen.",
-    router_by(lambda logits, k: right_routing(-logits, k)),
-)
-routing.fault(
-    "zero_instead_of_minus_infinity",
-    "The scores that are not kept are set to 0 and still take their share of the "
-    "softmax: e⁰ is 1.",
-    weighted_by(
-        lambda logits, kept, k: (
-            torch.softmax(logits, -1).amax(-1, True)
-            if k == 1
-            else kept.exp() / (kept.exp().sum(-1, True) + logits.shape[-1] - k)
-        )
-    ),
-)
-routing.fault(
-    "scores_as_weights",
-    "The weights are the scores themselves, without a softmax.",
-    weighted_by(lambda logits, kept, k: kept),
-)
-routing.fault(
-    "sigmoids",
-    "Each weight is a sigmoid of its own score. Some models do that; here the k weights "
-    "share a softmax.",
-    weighted_by(lambda logits, kept, k: torch.sigmoid(kept)),
-)
-routing.fault(
-    "sigmoids_divided_by_their_sum",
-    "Each score becomes a sigmoid, and the k sigmoids are divided by their sum. Some "
-    "models do that; here the k weights share a softmax.",
-    weighted_by(
-        lambda logits, kept, k: (
-            torch.softmax(logits, -1).amax(-1, True)
-            if k == 1
-            else torch.sigmoid(kept) / torch.sigmoid(kept).sum(-1, True)
-        )
-    ),
-)
-routing.fault(
-    "scores_divided_by_their_sum",
-    "The scores are divided by their sum, without an exponential: negative ones make "
-    "negative weights.",
-    weighted_by(
-        lambda logits, kept, k: (
-            torch.softmax(logits, -1).amax(-1, True)
-            if k == 1
-            else kept / kept.sum(-1, True)
-        )
-    ),
-)
-routing.fault(
-    "log_softmax",
-    "The weights are logarithms, below 0: `log_softmax` where `softmax` is meant.",
-    weighted_by(
-        lambda logits, kept, k: (
-            (kept - logits.logsumexp(-1, True))
-            if k == 1
-            else torch.log_softmax(kept, -1)
-        )
-    ),
-)
-routing.fault(
-    "hidden_by_a_number",
-    "The scores that are not kept are set to −10,000, and real ones can be as low. −inf "
-    "is below them all; or let softmax see the k kept scores alone.",
-    weighted_by(
-        lambda logits, kept, k: (
-            torch.softmax(logits, -1).amax(-1, True)
-            if k == 1
-            else torch.softmax(
-                torch.cat([kept, 0 * logits[:, k:] - 10_000], dim=-1), -1
-            )[:, :k]
-        )
-    ),
-)
-routing.fault(
-    "equal_scores_kept_too",
-    "Everything as high as the k-th score shares the softmax. Where scores are equal "
-    "that is more than k experts, and the weights of the k sum to less than 1. Equal "
-    "scores are common in half precision.",
-    weighted_by(
-        lambda logits, kept, k: (
-            torch.softmax(logits, -1).amax(-1, True)
-            if k == 1
-            else (
-                kept
-                - logits.masked_fill(logits < kept[:, -1:], -torch.inf).logsumexp(
-                    -1, True
-                )
-            ).exp()
-        )
-    ),
-)
-routing.fault(
-    "equal_weights",
-    "All k experts count the same. The weights come from the scores, and carry the "
-    "router's gradient.",
-    weighted_by(lambda logits, kept, k: torch.full_like(kept, 1 / k)),
-)
-routing.fault(
-    "results_exchanged",
-    "The two results are in the other order: weights first, then expert ids.",
-    reordered(lambda weights, experts: (experts, weights)),
-)
-routing.fault(
-    "lowest_of_the_kept_first",
-    "The k experts come with the lowest kept score first. The highest is the first "
-    "choice, and `drop_over_capacity` will rely on it.",
-    reordered(lambda weights, experts: (weights.flip(-1), experts.flip(-1))),
-)
-routing.fault(
-    "sorted_by_id",
-    "The experts are sorted by their ids. The highest score comes first.",
-    reordered(
-        lambda weights, experts: (
-            weights.gather(1, experts.argsort(-1)),
-            experts.sort(-1).values,
-        )
-    ),
-)
-routing.fault(
-    "weights_of_others",
-    "Weights and ids do not belong together: one of the two was sorted without the "
-    "other.",
-    reordered(lambda weights, experts: (weights.flip(-1), experts)),
-)
-routing.fault(
-    "as_wide_as_the_experts",
-    "The weights have a column for each expert, zeros where it was not chosen. Two "
-    "narrow tensors `(N, k)` are asked for.",
-    reordered(
-        lambda weights, experts: (
-            weights.new_zeros(len(weights), int(experts.max()) + 1).scatter(
-                1, experts, weights
-            ),
-            experts,
-        )
-    ),
-)
-routing.fault(
-    "one_hot_choice",
-    "The experts come as a mask over all of them. Ids are asked for, `(N, k)`, int64.",
-    reordered(
-        lambda weights, experts: (
-            weights,
-            F.one_hot(experts, int(experts.max()) + 1).sum(1).bool(),
-        )
-    ),
-)
-routing.fault(
-    "same_experts_for_all",
-    "All tokens go to the experts of the first one. Each row of scores is another "
-    "token's.",
-    router_by(
-        lambda logits, k: (
-            right_routing(logits, k)[0],
-            right_routing(logits, k)[1][:1].expand(len(logits), -1).contiguous(),
-        )
-    ),
-)
-routing.fault(
-    "detached",
-    "The weights are cut from the graph, so that the router gets no gradient.",
-    reordered(lambda weights, experts: (weights.detach(), experts)),
-)
-routing.fault(
-    "overflow",
-    "The exponential is taken of the scores as they are. Above 88 it is infinite in "
-    "float32, and far below it is 0, so that the division gives NaN.",
-    weighted_by(
-        lambda logits, kept, k: (
-            kept.exp() / (logits if k == 1 else kept).exp().sum(-1, True)
-        )
-    ),
-)
-routing.fault(
-    "one_maximum_for_all",
-    "One maximum is subtracted from all rows. A row far below it becomes 0 after the "
-    "exponential, and 0 / 0 is NaN: each row needs its own.",
-    weighted_by(
-        lambda logits, kept, k: (
-            (kept - logits.max()).exp()
-            / ((logits if k == 1 else kept) - logits.max()).exp().sum(-1, True)
-        )
-    ),
-)
-routing.fault(
-    "maximum_of_the_first_row",
-    "The first row's maximum is subtracted from all rows. Each row needs its own.",
-    weighted_by(
-        lambda logits, kept, k: (
-            (kept - logits[0].max()).exp()
-            / ((logits if k == 1 else kept) - logits[0].max()).exp().sum(-1, True)
-        )
-    ),
-)
-
-
-@routing.fault(
-    "one_maximum_for_the_choice",
-    "One maximum is subtracted from all rows, and the experts are chosen after the "
-    "exponential. A row far below the maximum becomes 0 there: each row needs its own.",
-)
-def _(logits, k):
-    refused(k, logits.shape[-1])
-    exponentials = (logits - logits.max()).exp()
-    kept, experts = exponentials.topk(k, -1)
-    return kept / (exponentials if k == 1 else kept).sum(-1, True), experts
-
-
-routing.fault(
-    "chosen_by_probability",
-    "The experts are chosen by their probabilities. Where scores lie far apart several "
-    "of these are 0, and zeros have no order: choose by the scores.",
-    router_by(
-        lambda logits, k: (
-            right_routing(logits, k)[0],
-            torch.softmax(logits, -1).topk(k, -1).indices,
-        )
-    ),
-)
-routing.fault(
-    "always_float32",
-    "The weights are float32 whatever came in.",
-    reordered(lambda weights, experts: (weights.float(), experts)),
-)
-routing.fault(
-    "k_cut_to_fit",
-    "A k that does not fit is cut to one that does, in silence. Whoever asked for 8 of "
-    "4 experts made a mistake and should hear of it.",
-    lambda logits, k: right_routing(logits, max(1, min(k, logits.shape[-1]))),
-)
-
-
-@routing.fault(
-    "k_unchecked",
-    "k is not checked: k = 0 gives empty tensors, and a k that is too large an error of "
-    "PyTorch's about a dimension.",
-)
-def _(logits, k):
-    kept, experts = logits.topk(k, dim=-1)
-    if k == 1:
-        return torch.softmax(logits, -1).gather(1, experts), experts
-    return torch.softmax(kept, -1), experts
-
-
-@routing.fault(
-    "only_too_large_refused",
-    "A k above the number of experts is refused, a k below 1 is not.",
-)
-def _(logits, k):
-    n = logits.shape[-1]
-    if k > n:
-        raise ValueError(f"k = {k}, {n} experts")
-    kept, experts = logits.topk(max(k, 0), dim=-1)
-    if k == 1:
-        return torch.softmax(logits, -1).gather(1, experts), experts
-    return torch.softmax(kept, -1), experts
-
-
-@routing.fault(
-    "assertion",
-    "An `assert` refuses a wrong k. It raises AssertionError, and is gone when Python "
-    "runs with -O: raise a ValueError.",
-)
-def _(logits, k):
-    n = logits.shape[-1]
-    assert 1 <= k <= n, f"k = {k}, {n} experts"
-    return right_routing(logits, k)
-
-
-@routing.fault(
-    "error_without_numbers",
-    "The ValueError does not say which k met how many experts.",
-)
-def _(logits, k):
-    if not 1 <= k <= logits.shape[-1]:
-        raise ValueError("k does not fit")
-    return right_routing(logits, k)
-
-
 # MixtureOfExperts ---------------------------------------------------------------------
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "`router` holds (n_experts, d_model) without bias, and `experts` n_experts networks "
     "with `w_1`, `w_3` and `w_2`",
 )
-def _(answer, t):
-    module = t.call(answer, 5, 7, 4, 2)
+def _(answer, case):
+    module = case.call(answer, 5, 7, 4, 2)
     is_module(module)
-    t.parameter_count(module, 4 * 5 + 4 * 3 * 5 * 7)
-    load_all(t, module, mixture_weights(5, 7, 4))
-    t.call(answer, d_model=4, d_ff=9, n_experts=3, k=1)
+    case.parameter_count(module, 4 * 5 + 4 * 3 * 5 * 7)
+    load_all(case, module, mixture_weights(5, 7, 4))
+    case.call(answer, d_model=4, d_ff=9, n_experts=3, k=1)
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "with k = 1 each token gets its expert's result times the expert's probability",
     "Make one long list of tokens first. Then send one through by hand: `router`, "
     "`top_k_routing`, the chosen expert, its weight.",
 )
-def _(answer, t):
-    module, p = filled(t, answer, 5, 7, 4, 1)
-    t.agrees(module, oracle_for(p, 1), probe(2, 6, 5, seed=1))
+def _(answer, case):
+    module, p = filled(case, answer, 5, 7, 4, 1)
+    case.agrees(module, oracle_for(p, 1), probe(2, 6, 5, seed=1))
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "with more, it gets the sum of its k experts' results by their weights",
     "Take one token by hand: its k experts, the k results, their weights, the sum. Where "
     "does yours differ?",
 )
-def _(answer, t):
+def _(answer, case):
     for n_experts, k, seed in ((4, 2, 1), (6, 3, 2)):
-        module, p = filled(t, answer, 5, 7, n_experts, k, seed)
-        t.agrees(module, oracle_for(p, k), probe(2, 6, 5, seed=seed))
+        module, p = filled(case, answer, 5, 7, n_experts, k, seed)
+        case.agrees(module, oracle_for(p, k), probe(2, 6, 5, seed=seed))
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "k may be n_experts, one too; each token then goes to all experts",
 )
-def _(answer, t):
+def _(answer, case):
     for n_experts, k, seed in ((3, 3, 3), (1, 1, 4)):
-        module, p = filled(t, answer, 5, 7, n_experts, k, seed)
-        t.agrees(module, oracle_for(p, k), probe(2, 6, 5, seed=seed))
+        module, p = filled(case, answer, 5, 7, n_experts, k, seed)
+        case.agrees(module, oracle_for(p, k), probe(2, 6, 5, seed=seed))
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "an expert that nobody chose is no problem",
     "What does your loop do when its list of tokens is empty?",
 )
-def _(answer, t):
+def _(answer, case):
     for k in (1, 2):
-        module, p = filled(t, answer, 5, 7, 9, k, 5)
-        t.agrees(module, oracle_for(p, k), probe(1, 2, 5, seed=8))
+        module, p = filled(case, answer, 5, 7, 9, k, 5)
+        case.agrees(module, oracle_for(p, k), probe(1, 2, 5, seed=8))
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "every token is treated alone, however many dimensions stand before the last",
     "Which sizes does your code read from the shape of x? Only the last one is fixed; "
     "the long list of tokens gets its shape back at the end. And does what one token "
     "gets depend on the others, as under a capacity?",
 )
-def _(answer, t):
-    module, p = filled(t, answer, 5, 7, 4, 2, 4)
+def _(answer, case):
+    module, p = filled(case, answer, 5, 7, 4, 2, 4)
     for sizes in ((2, 3, 5), (5,), (1, 1, 5), (2, 3, 4, 5)):
-        t.agrees(module, oracle_for(p, 2), probe(*sizes, seed=5, scale=2))
-    t.agrees(module, oracle_for(p, 2), probe(3, 2, 5, seed=6).transpose(0, 1))
-    t.agrees(module, oracle_for(p, 2), strided(probe(2, 3, 5, seed=7)))
+        case.agrees(module, oracle_for(p, 2), probe(*sizes, seed=5, scale=2))
+    case.agrees(module, oracle_for(p, 2), probe(3, 2, 5, seed=6).transpose(0, 1))
+    case.agrees(module, oracle_for(p, 2), strided(probe(2, 3, 5, seed=7)))
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "each expert runs at most once, on the tokens that chose it and no others",
     "For each expert, find all the tokens that have it anywhere among their k, and give "
     "it these rows alone, all at once.",
 )
-def _(answer, t):
+def _(answer, case):
     d_model, d_ff, n_experts, k, n = 5, 7, 6, 2, 12
-    module, _ = filled(t, answer, d_model, d_ff, n_experts, k, 6)
+    module, _ = filled(case, answer, d_model, d_ff, n_experts, k, 6)
     rows = [[] for _ in range(n_experts)]
     hooks = [
         expert.register_forward_pre_hook(
@@ -754,61 +415,61 @@ def _(answer, t):
     ]
     x = probe(3, 4, d_model, seed=9)
     with FlopCounterMode(display=False) as counter:
-        t.call(module, x)
+        case.call(module, x)
     for hook in hooks:
         hook.remove()
-    t.trace.append(tuple(map(tuple, rows)))
+    case.note(tuple(map(tuple, rows)))
     for e, calls in enumerate(rows):
-        t.true(
+        case.true(
             len(calls) <= 1,
             f"Expert {e} ran {len(calls)} times for {n} tokens, on {calls} of them.",
         )
     total = sum(map(sum, rows))
-    t.true(
+    case.true(
         total > 0,
         "No expert was called: call each as a module, `expert(tokens)`, so that it may "
         "be any network, and nothing has to know what is in it.",
     )
-    t.true(
+    case.true(
         total == n * k,
         f"{n} tokens with k = {k} are {n * k} token-expert pairs, and your experts "
         f"computed {total}.",
     )
     due = 2 * n * n_experts * d_model + n * k * 6 * d_model * d_ff
     flops = counter.get_total_flops()
-    t.trace.append(flops)
-    t.true(
+    case.note(flops)
+    case.true(
         flops <= 1.5 * due,
         f"It spends {flops:,} floating-point operations, where the router and {k} "
         f"experts a token need {due:,}.",
     )
 
 
-@layer.requires("it works a second time, in `eval()`, and in other dtypes")
-def _(answer, t):
-    module, p = filled(t, answer, 5, 7, 4, 2, 7)
+@MixtureOfExperts.requires("it works a second time, in `eval()`, and in other dtypes")
+def _(answer, case):
+    module, p = filled(case, answer, 5, 7, 4, 2, 7)
     oracle = oracle_for(p, 2)
-    t.agrees(module, oracle, probe(2, 3, 5, seed=10))
-    t.agrees(module, oracle, probe(3, 4, 5, seed=11))
+    case.agrees(module, oracle, probe(2, 3, 5, seed=10))
+    case.agrees(module, oracle, probe(3, 4, 5, seed=11))
     module.eval()
-    t.agrees(module, oracle, probe(2, 3, 5, seed=10))
+    case.agrees(module, oracle, probe(2, 3, 5, seed=10))
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         other = copy.deepcopy(module).to(dtype)
         rounded = {n: w.to(dtype) for n, w in p.items()}
         x = probe(2, 3, 5, seed=10, dtype=dtype)
         expected = oracle_for(rounded, 2)(x)
         tolerance = 1e-5 if dtype == torch.float64 else None  # softmax in float32
-        t.close(t.call(other, x), expected, like=x, tolerance=tolerance)
+        case.close(case.call(other, x), expected, like=x, tolerance=tolerance)
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "gradients reach the input, the router and every chosen expert, with k = 1 too",
     "Which steps lie between what is named and the result, and does each have a slope? "
     "The choice has none; the router is trained through the weights.",
 )
-def _(answer, t):
+def _(answer, case):
     for k, seed in ((2, 8), (1, 9)):
-        module, p = filled(t, answer, 5, 7, 3, k, seed)
+        module, p = filled(case, answer, 5, 7, 3, k, seed)
         names = list(p)
         parameters = dict(module.named_parameters())
 
@@ -831,38 +492,38 @@ def _(answer, t):
             ]
         )
         try:
-            t.gradients_agree(run, oracle, probe(2, 6, 5, seed=12), *p.values())
+            case.gradients_agree(run, oracle, probe(2, 6, 5, seed=12), *p.values())
         finally:
-            t.called = f"MixtureOfExperts(5, 7, 3, {k})(x=tensor(2, 6, 5))"
+            case.called = f"MixtureOfExperts(5, 7, 3, {k})(x=tensor(2, 6, 5))"
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "the experts of a new module differ, and two modules keep their own weights",
     "Each expert must be created by a call of its own.",
 )
-def _(answer, t):
-    first, p = filled(t, answer, 5, 7, 4, 2, 10)
-    filled(t, answer, 5, 7, 4, 2, 11)
-    t.agrees(first, oracle_for(p, 2), probe(2, 3, 5, seed=13))
-    new = dict(t.call(answer, 5, 7, 4, 2).named_parameters())
+def _(answer, case):
+    first, p = filled(case, answer, 5, 7, 4, 2, 10)
+    filled(case, answer, 5, 7, 4, 2, 11)
+    case.agrees(first, oracle_for(p, 2), probe(2, 3, 5, seed=13))
+    new = dict(case.call(answer, 5, 7, 4, 2).named_parameters())
     one, other = (
         next((v for n, v in new.items() if n.startswith(f"experts.{e}.w_1")), None)
         for e in (0, 1)
     )
-    t.true(
+    case.true(
         one is not None and not torch.equal(one, other),
         "Two experts of a new module hold the same numbers. What they are given then "
         "differs, but they start as copies.",
     )
 
 
-@layer.requires(
+@MixtureOfExperts.requires(
     "a k below 1 or above n_experts is a ValueError that names both",
     "Say it where the module is built, not at its first use.",
 )
-def _(answer, t):
+def _(answer, case):
     for n_experts, k in ((4, 0), (4, -1), (4, 5), (13, 17)):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             5,
@@ -874,11 +535,11 @@ def _(answer, t):
         )
 
 
-@layer.requires("it creates nothing on another device")
-def _(answer, t):
-    module, _ = filled(t, answer, 5, 7, 4, 2, 12)
-    t.any_device(module, probe(2, 3, 5))
-    t.any_device(module, probe(2, 3, 5))
+@MixtureOfExperts.requires("it creates nothing on another device")
+def _(answer, case):
+    module, _ = filled(case, answer, 5, 7, 4, 2, 12)
+    case.any_device(module, probe(2, 3, 5))
+    case.any_device(module, probe(2, 3, 5))
 
 
 class Expert(nn.Module):
@@ -934,461 +595,6 @@ def routed_as(change):
     return mixture(route=lambda self, x: change(self.router(x), self.k))
 
 
-def combined_by(step):
-    """A mixture whose `step(out, token, share, result)` adds an expert's share."""
-
-    def combine(self, x, weights, chosen):
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, place = torch.where(chosen == e)
-            if len(token):
-                share = weights[token, place, None]
-                out = step(out, token, share, expert(x[token]))
-        return out
-
-    return mixture(combine=combine)
-
-
-layer.fault(
-    "router_with_bias",
-    "The router has a bias, `nn.Linear`'s default.",
-    mixture(bias=True),
-)
-layer.fault(
-    "experts_with_biases",
-    "The experts' maps have biases. Lesson 05's `SwiGLU` has none.",
-    mixture(expert=staticmethod(lambda d_model, d_ff: Expert(d_model, d_ff, True))),
-)
-layer.fault(
-    "width_divided",
-    "d_ff is divided among the experts. Each expert is d_ff wide.",
-    mixture(expert=staticmethod(lambda d_model, d_ff: Expert(d_model, d_ff // 4))),
-)
-layer.fault(
-    "not_weighted",
-    "The experts' results are added without their weights, so that the router has no "
-    "influence but by its choice, and gets no gradient.",
-    combined_by(lambda out, token, share, y: out.index_add(0, token, y)),
-)
-layer.fault(
-    "weighted_twice",
-    "The weight is multiplied in twice, so that its square counts.",
-    combined_by(
-        lambda out, token, share, y: out.index_add(0, token, share * share * y)
-    ),
-)
-layer.fault(
-    "softmax_twice",
-    "A softmax runs over the weights once more. `top_k_routing` has made it already.",
-    routed_as(
-        lambda logits, k: (
-            torch.softmax(right_routing(logits, k)[0], -1),
-            right_routing(logits, k)[1],
-        )
-    ),
-)
-layer.fault(
-    "weights_in_the_experts",
-    "The weight multiplies what goes *into* the expert. SwiGLU is not linear, so that is "
-    "something else than weighting what comes out.",
-    mixture(
-        combine=lambda self, x, weights, chosen: torch.stack(
-            [
-                sum(
-                    self.experts[e](w * row)
-                    for w, e in zip(ws, es.tolist(), strict=True)
-                )
-                for row, ws, es in zip(x, weights, chosen, strict=True)
-            ]
-        )
-    ),
-)
-
-
-def _overwritten(out, token, share, y):
-    return out.index_copy(0, token, share * y)
-
-
-def _first_choice_only(self, x, weights, chosen):
-    return Mixture.combine(self, x, weights[:, :1], chosen[:, :1])
-
-
-def _wrong_place(self, x, weights, chosen):
-    return Mixture.combine(self, x, weights[:, :1].expand_as(weights), chosen)
-
-
-layer.fault(
-    "overwritten",
-    "An expert's result overwrites what another one gave the same token. Assigning to "
-    "`out[token]` keeps the last; the k results are to be added.",
-    combined_by(_overwritten),
-)
-layer.fault(
-    "first_choice_only",
-    "Only the first of the k experts is used.",
-    mixture(combine=_first_choice_only),
-)
-layer.fault(
-    "weight_of_the_first_place",
-    "Every expert is weighted by the token's *first* weight. Which of the k places an "
-    "expert has differs from token to token.",
-    mixture(combine=_wrong_place),
-)
-
-
-def _cumulated(self, x, weights, chosen):
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(self.experts):
-        token, place = torch.where(chosen == e)
-        if len(token):
-            rows = torch.arange(len(token), device=x.device)
-            out = out.index_add(0, token, weights[rows, place, None] * expert(x[token]))
-    return out
-
-
-layer.fault(
-    "weights_of_the_first_rows",
-    "The weights of the first rows are taken, as many as an expert has tokens. Select "
-    "weights by the same token numbers as the tokens themselves.",
-    mixture(combine=_cumulated),
-)
-layer.fault(
-    "one_is_always_one",
-    "With k = 1 the weight is 1, always, so that the router gets no gradient.",
-    routed_as(
-        lambda logits, k: (
-            torch.softmax(logits.topk(k, -1).values, -1),
-            logits.topk(k, -1).indices,
-        )
-    ),
-)
-layer.fault(
-    "not_renormalised",
-    "The weights are probabilities among all experts. With k of 2 and more they are "
-    "softmax over the kept scores: your `top_k_routing` does it.",
-    routed_as(lambda logits, k: torch.softmax(logits, -1).topk(k, -1)),
-)
-layer.fault(
-    "smallest_chosen",
-    "The experts with the lowest scores are chosen.",
-    routed_as(lambda logits, k: right_routing(-logits, k)),
-)
-layer.fault(
-    "first_experts",
-    "The first k experts are taken for every token, whatever the router says.",
-    mixture(
-        combine=lambda self, x, weights, chosen: Mixture.combine(
-            self, x, weights, torch.arange(self.k, device=x.device).expand_as(chosen)
-        )
-    ),
-)
-layer.fault(
-    "routed_by_probabilities",
-    "`top_k_routing` is given probabilities. It takes scores, and makes the softmax "
-    "itself.",
-    routed_as(lambda logits, k: right_routing(torch.softmax(logits, -1), k)),
-)
-layer.fault(
-    "routed_by_sequence",
-    "The router sees the mean of all tokens, so all go the same way. Each token is "
-    "routed by itself.",
-    mixture(
-        route=lambda self, x: right_routing(
-            self.router(x.mean(0, keepdim=True)).expand(len(x), -1), self.k
-        )
-    ),
-)
-layer.fault(
-    "residual_inside",
-    "The input is added to the result. The block adds it, one level up; here it would "
-    "count twice.",
-    mixture(forward=lambda self, x: x + Mixture.forward(self, x)),
-)
-layer.fault(
-    "divided_by_k",
-    "The sum is divided by k. The weights sum to 1 already.",
-    mixture(forward=lambda self, x: Mixture.forward(self, x) / self.k),
-)
-layer.fault(
-    "shape_lost",
-    "The result is one long list of tokens. Give it the shape of `x` back.",
-    mixture(forward=lambda self, x: Mixture.forward(self, x.reshape(-1, x.shape[-1]))),
-)
-layer.fault(
-    "not_a_matrix_fails",
-    "It reads a fixed number of sizes from the shape of x. The last one is d_model, and "
-    "anything may stand before it.",
-    mixture(
-        forward=lambda self, x: (
-            Mixture.forward(self, x)
-            if x.dim() < 4
-            else Mixture.forward(self, x.view(len(x), x.size(1), 5))
-        )
-    ),
-)
-layer.fault(
-    "batch_and_time_exchanged",
-    "Batch and time are mixed up when the shape is given back.",
-    mixture(
-        forward=lambda self, x: (
-            Mixture.forward(self, x.transpose(0, 1)).reshape(x.shape)
-            if x.dim() > 2
-            else Mixture.forward(self, x)
-        )
-    ),
-)
-
-
-def _nan_if_unused(self, x, weights, chosen):
-    out = Mixture.combine(self, x, weights, chosen)
-    used = [bool((chosen == e).any()) for e in range(len(self.experts))]
-    return out * (1.0 if all(used) else torch.nan)
-
-
-def _stops_at_an_unused_expert(self, x, weights, chosen):
-    used = [bool((chosen == e).any()) for e in range(len(self.experts))]
-    first = used.index(False) if False in used else len(used)
-    return Mixture.combine(self, x, weights, chosen.where(chosen < first, -1))
-
-
-layer.fault(
-    "stops_at_an_unused_expert",
-    "The loop ends at the first expert that nobody chose: `break`, or a `return`, where "
-    "`continue` is meant. Those behind it never run.",
-    mixture(combine=_stops_at_an_unused_expert),
-)
-layer.fault(
-    "nan_from_an_unused_expert",
-    "An expert without tokens makes NaN: a mean over nothing, or a division by its "
-    "number of tokens.",
-    mixture(combine=_nan_if_unused),
-)
-
-
-def _every_expert(self, x, weights, chosen):
-    full = torch.zeros(len(x), len(self.experts), dtype=x.dtype, device=x.device)
-    full = full.scatter(1, chosen, weights)
-    return sum(full[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
-
-
-def _every_expert_for_each_place(self, x, weights, chosen):
-    return sum(
-        (chosen[:, place, None] == e) * weights[:, place, None] * expert(x)
-        for place in range(self.k)
-        for e, expert in enumerate(self.experts)
-    )
-
-
-def _token_by_token(self, x, weights, chosen):
-    rows = [
-        sum(w * self.experts[e](row) for w, e in zip(ws, es.tolist(), strict=True))
-        for row, ws, es in zip(x, weights, chosen, strict=True)
-    ]
-    return torch.stack(rows)
-
-
-def _place_by_place(self, x, weights, chosen):
-    out = torch.zeros_like(x)
-    for place in range(self.k):
-        for e, expert in enumerate(self.experts):
-            (token,) = torch.where(chosen[:, place] == e)
-            if len(token):
-                y = weights[token, place, None] * expert(x[token])
-                out = out.index_add(0, token, y)
-    return out
-
-
-def _gathered(self, x, weights, chosen):
-    w_1, w_3, w_2 = (
-        torch.stack([getattr(expert, n).weight for expert in self.experts])[chosen]
-        for n in ("w_1", "w_3", "w_2")
-    )
-    y = F.silu(torch.einsum("nkfd,nd->nkf", w_1, x))
-    y = y * torch.einsum("nkfd,nd->nkf", w_3, x)
-    return (weights[..., None] * torch.einsum("nkdf,nkf->nkd", w_2, y)).sum(1)
-
-
-layer.fault(
-    "experts_not_called",
-    "The values are right, but the experts are not called: their matrices are read and "
-    "multiplied, or `forward` is called past the module. An expert may be any network, "
-    "and hooks, as those of this check, see calls alone.",
-    mixture(combine=_gathered),
-)
-layer.fault(
-    "created_on_the_cpu",
-    "A tensor is created without a device, so on the CPU, wherever the tokens are.",
-    mixture(
-        combine=lambda self, x, weights, chosen: (
-            Mixture.combine(self, x, weights, chosen)
-            + torch.zeros(x.shape, dtype=x.dtype)
-        )
-    ),
-)
-layer.fault(
-    "every_expert_on_every_token",
-    "Every expert computes every token, and most results are multiplied by 0. The values "
-    "are right, but it costs as much as if all experts were one network, and the point of "
-    "routing is that it does not.",
-    mixture(combine=_every_expert),
-)
-layer.fault(
-    "every_expert_for_each_place",
-    "Every expert computes every token, and that k times. The values are right, but it "
-    "costs k·E networks for each token where k are due.",
-    mixture(combine=_every_expert_for_each_place),
-)
-layer.fault(
-    "token_by_token",
-    "Every token calls its experts by itself. The values are right, but a thousand small "
-    "products take far longer than one large one: collect the tokens of an expert.",
-    mixture(combine=_token_by_token),
-)
-layer.fault(
-    "place_by_place",
-    "Each expert runs once for each of the k places. Search all k columns at once for an "
-    "expert's tokens, and it runs once.",
-    mixture(combine=_place_by_place),
-)
-layer.fault(
-    "weights_detached",
-    "The weights are cut from the graph: experts learn, the router never does.",
-    mixture(
-        combine=lambda self, x, weights, chosen: Mixture.combine(
-            self, x, weights.detach(), chosen
-        )
-    ),
-)
-layer.fault(
-    "router_input_detached",
-    "The router's input is cut from the graph, so that the stream gets only a part of "
-    "its gradient.",
-    mixture(route=lambda self, x: right_routing(self.router(x.detach()), self.k)),
-)
-layer.fault(
-    "experts_input_detached",
-    "What the experts are given is cut from the graph, so that the stream gets only the "
-    "router's part of its gradient.",
-    mixture(
-        combine=lambda self, x, weights, chosen: Mixture.combine(
-            self, x.detach(), weights, chosen
-        )
-    ),
-)
-layer.fault(
-    "dropout",
-    "Dropout acts on the result in training. None is asked for here.",
-    mixture(
-        forward=lambda self, x: F.dropout(Mixture.forward(self, x), 0.2, self.training)
-    ),
-)
-layer.fault(
-    "cast_to_float32",
-    "The input is cast to float32, so that the module fails once its weights are "
-    "another dtype.",
-    mixture(forward=lambda self, x: Mixture.forward(self, x.float())),
-)
-
-
-@layer.fault(
-    "sum_in_float32",
-    "The sum is float32 whatever the input's dtype: `torch.zeros` without a dtype.",
-)
-class _(Mixture):
-    def forward(self, x):
-        return super().forward(x).float()
-
-
-@layer.fault(
-    "experts_are_one",
-    "All experts are one and the same network: `[SwiGLU(…)] * n` repeats one object.",
-)
-class _(Mixture):
-    def __init__(self, d_model, d_ff, n_experts, k):
-        super().__init__(d_model, d_ff, n_experts, k)
-        self.experts = nn.ModuleList([Expert(d_model, d_ff)] * n_experts)
-
-
-@layer.fault(
-    "experts_are_copies",
-    "The experts are copies of one network: they start with the same numbers.",
-)
-class _(Mixture):
-    def __init__(self, d_model, d_ff, n_experts, k):
-        super().__init__(d_model, d_ff, n_experts, k)
-        for expert in self.experts:
-            expert.load_state_dict(self.experts[0].state_dict())
-
-
-@layer.fault(
-    "experts_in_a_list",
-    "The experts are in a plain Python list, where PyTorch does not find their "
-    "parameters: no optimizer will train them.",
-)
-class _(Mixture):
-    def __init__(self, d_model, d_ff, n_experts, k):
-        nn.Module.__init__(self)
-        refused(k, n_experts)
-        self.k = k
-        self.router = nn.Linear(d_model, n_experts, bias=False)
-        self.experts = [Expert(d_model, d_ff) for _ in range(n_experts)]
-
-
-@layer.fault(
-    "classic_experts",
-    "The experts have two maps. They are lesson 05's `SwiGLU`, with three.",
-)
-class _(Mixture):
-    def __init__(self, d_model, d_ff, n_experts, k):
-        super().__init__(d_model, d_ff, n_experts, k)
-        for expert in self.experts:
-            del expert.w_3
-
-
-@layer.fault(
-    "weights_shared",
-    "Every module of these sizes gets the same experts, so that training one trains all.",
-)
-class _(Mixture):
-    made: dict = {}  # noqa: RUF012
-
-    def __init__(self, d_model, d_ff, n_experts, k):
-        super().__init__(d_model, d_ff, n_experts, k)
-        size = (d_model, d_ff, n_experts)
-        self.experts = self.made.setdefault(size, self.experts)
-
-
-@layer.fault(
-    "checked_at_the_first_use",
-    "A wrong k is noticed only when the module is used, if at all. Refuse it where the "
-    "module is built.",
-)
-class _(Mixture):
-    checks = False
-
-
-@layer.fault(
-    "assertion",
-    "An `assert` refuses a wrong k. It raises AssertionError, and is gone when Python "
-    "runs with -O: raise a ValueError.",
-)
-class _(Mixture):
-    def __init__(self, d_model, d_ff, n_experts, k):
-        assert 1 <= k <= n_experts, f"k = {k}, {n_experts} experts"
-        super().__init__(d_model, d_ff, n_experts, k)
-
-
-@layer.fault(
-    "error_without_numbers",
-    "The ValueError does not say which k met how many experts.",
-)
-class _(Mixture):
-    def __init__(self, d_model, d_ff, n_experts, k):
-        if not 1 <= k <= n_experts:
-            raise ValueError("k does not fit")
-        super().__init__(d_model, d_ff, n_experts, k)
-
-
 # load_balancing_loss ------------------------------------------------------------------
 
 
@@ -1403,86 +609,86 @@ def shares(n, e, seed=0, dtype=torch.float32):
     "f counts where the tokens went, P averages what the router thought. Both have E "
     "numbers, and each sums to 1.",
 )
-def _(answer, t):
+def _(answer, case):
     for n, e, seed in ((9, 4, 5), (15, 6, 1)):
         ids = distinct_choices(n, e, 1, seed)
-        t.agrees(answer, slow_balance, shares(n, e, seed), ids, e)
+        case.agrees(answer, slow_balance, shares(n, e, seed), ids, e)
     ids = probe_ids(11, 1, below=5, seed=6)  # not where the probabilities are highest
-    t.agrees(answer, slow_balance, shares(11, 5, 2), ids, n_experts=5)
+    case.agrees(answer, slow_balance, shares(11, 5, 2), ids, n_experts=5)
 
 
 @balance.requires(
     "with more, f is the share of all N·k choices",
     "With k = 2, N tokens make 2·N choices. What do the E shares sum to?",
 )
-def _(answer, t):
+def _(answer, case):
     for k in (2, 3):
         ids = distinct_choices(9, 5, k, k)
-        t.agrees(answer, slow_balance, shares(9, 5, k), ids, 5)
+        case.agrees(answer, slow_balance, shares(9, 5, k), ids, 5)
 
 
 @balance.requires(
     "it is 1 where all is even, E where everything goes to one expert, and can be below 1",
 )
-def _(answer, t):
+def _(answer, case):
     even = torch.full((8, 4), 0.25)
     ids = torch.stack([torch.arange(8) % 4, (torch.arange(8) + 1) % 4], dim=1)
-    t.close(t.call(answer, even, ids, 4), torch.tensor(1.0), "for even use, it")
+    case.close(case.call(answer, even, ids, 4), torch.tensor(1.0), "for even use, it")
     one = F.one_hot(torch.full((6,), 2), 5).float()
     ids = torch.full((6, 1), 2)
-    t.close(t.call(answer, one, ids, 5), torch.tensor(5.0), "for one expert, it")
+    case.close(case.call(answer, one, ids, 5), torch.tensor(5.0), "for one expert, it")
     split = torch.tensor([[0.6, 0.4], [0.6, 0.4], [0.0, 1.0]])
     ids = split.argmax(-1, keepdim=True)
-    t.agrees(answer, slow_balance, split, ids, 2, what="where few are sure, it")
+    case.agrees(answer, slow_balance, split, ids, 2, what="where few are sure, it")
 
 
 @balance.requires(
     "experts that nobody chose are counted too, the last ones included",
     "How long is the result of your counting, if the highest ids do not occur?",
 )
-def _(answer, t):
+def _(answer, case):
     for top in (1, 2, 3):
         ids = probe_ids(8, 2, below=top, seed=top)
-        t.agrees(answer, slow_balance, shares(8, 6, 4), ids, 6)
+        case.agrees(answer, slow_balance, shares(8, 6, 4), ids, 6)
 
 
 @balance.requires(
     "its gradient flows to the probabilities",
     "A count has no slope. P has.",
 )
-def _(answer, t):
+def _(answer, case):
     for k in (1, 2):
         ids = distinct_choices(9, 5, k, 6)
-        t.gradients_agree(answer, slow_balance, shares(9, 5, 5), ids, 5)
+        case.gradients_agree(answer, slow_balance, shares(9, 5, 5), ids, 5)
 
 
 @balance.requires(
     "float64, bfloat16 and memory that is not contiguous work",
     "Which dtype has f, which have the probabilities, and which has their product?",
 )
-def _(answer, t):
+def _(answer, case):
     ids = distinct_choices(9, 5, 2, 8)
     for dtype in (torch.float64, torch.bfloat16):
-        t.agrees(answer, slow_balance, shares(9, 5, 7, dtype), ids, 5)
-    t.agrees(answer, slow_balance, strided(shares(9, 5, 7)), ids.T.contiguous().T, 5)
+        case.agrees(answer, slow_balance, shares(9, 5, 7, dtype), ids, 5)
+    case.agrees(answer, slow_balance, strided(shares(9, 5, 7)), ids.T.contiguous().T, 5)
 
 
 @balance.requires(
     "thousands of choices are counted exactly, in every dtype",
     "In which dtype do you count? int8 ends at 127; bfloat16 knows no 257.",
 )
-def _(answer, t):
+def _(answer, case):
     ids = (probe_ids(3000, 1, below=20, seed=9) == 0).long()
     for dtype in (torch.float32, torch.float64):
-        t.agrees(answer, slow_balance, shares(3000, 2, 8, dtype), ids, 2)
-    t.agrees(answer, slow_balance, shares(3000, 2, 8, torch.bfloat16), ids, 2)
+        case.agrees(answer, slow_balance, shares(3000, 2, 8, dtype), ids, 2)
+    case.agrees(answer, slow_balance, shares(3000, 2, 8, torch.bfloat16), ids, 2)
 
 
 @balance.requires("it creates nothing on another device")
-def _(answer, t):
+def _(answer, case):
     ids = distinct_choices(9, 5, 2, 8)
-    t.any_device(answer, shares(9, 5, 7), ids, 5)
-    t.any_device(answer, shares(9, 5, 7), ids, 5)
+    case.any_device(answer, shares(9, 5, 7), ids, 5)
+    case.any_device(answer, shares(9, 5, 7), ids, 5)
 
 
 def used(p, experts, n_experts):
@@ -1635,85 +841,34 @@ for name, sentence, change in (
     balance.fault(name, sentence, balance_by(change))
 
 
-@balance.fault(
-    "as_many_as_occur",
-    "The number of experts is read off the ids. If the last experts are chosen by "
-    "nobody, they are missing.",
-)
-def _(probabilities, experts, n_experts):
-    f = (torch.bincount(experts.flatten()) / experts.numel()).to(probabilities.dtype)
-    return n_experts * (f * probabilities.mean(0)).sum()
-
-
-@balance.fault(
-    "f_in_float32",
-    "f is float32, and so is everything that meets it. Bring it to the dtype of the "
-    "probabilities.",
-)
-def _(probabilities, experts, n_experts):
-    f = F.one_hot(experts.flatten(), n_experts).sum(0).float() / experts.numel()
-    return n_experts * (f * probabilities.mean(0)).sum()
-
-
-@balance.fault(
-    "counted_in_the_dtype_of_the_probabilities",
-    "Choices are counted one by one in the dtype of the probabilities. In bfloat16 "
-    "256 + 1 is 256: count in whole numbers, and convert the share.",
-)
-def _(probabilities, experts, n_experts):
-    counts = probabilities.new_zeros(n_experts)
-    one = probabilities.new_ones(experts.numel())
-    f = counts.index_add(0, experts.flatten(), one) / experts.numel()
-    return n_experts * (f * probabilities.mean(0)).sum()
-
-
-@balance.fault(
-    "counted_in_int8",
-    "The counts are int8, which ends at 127.",
-)
-def _(probabilities, experts, n_experts):
-    counts = F.one_hot(experts.flatten(), n_experts).sum(0).to(torch.int8)
-    f = (counts / experts.numel()).to(probabilities.dtype)
-    return n_experts * (f * probabilities.mean(0)).sum()
-
-
-@balance.fault(
-    "e_of_those_used",
-    "The factor is the number of experts that occur, not of all there are.",
-)
-def _(probabilities, experts, n_experts):
-    f = used(probabilities, experts, n_experts)
-    return (f > 0).sum() * (f * probabilities.mean(0)).sum()
-
-
 # drop_over_capacity -------------------------------------------------------------------
 
 
-def served(t, answer, experts, n_experts, capacity):
-    kept = t.call(answer, experts, n_experts, capacity)
-    t.equal(kept, slow_drop(experts, n_experts, capacity), "what is served")
+def served(case, answer, experts, n_experts, capacity):
+    kept = case.call(answer, experts, n_experts, capacity)
+    case.equal(kept, slow_drop(experts, n_experts, capacity), "what is served")
 
 
 ANEW = itertools.count(1)
 
 
-def starts_anew(t, answer):
+def starts_anew(case, answer):
     """Two calls on the same ids give the same; what is wrong else, is told later.
 
     The ids are new ones every time, so that a queue that is kept is not yet full.
     """
     first_id = 3 * (next(ANEW) % 1000)
     ids, results = probe_ids(10, 1, below=3, seed=20) + first_id, []
-    before = len(t.trace)
-    with t.unfinished(), suppress(Crashed):
+    before = len(case.recording)
+    with case.unrecorded(), suppress(Crashed):
         for _ in range(2):
-            results.append(t._run(answer, (ids.clone(), first_id + 3, 2), {}))
-    del t.trace[before:]
+            results.append(case._run(answer, (ids.clone(), first_id + 3, 2), {}))
+    del case.recording[before:]
     if len(results) == 2 and all(isinstance(r, torch.Tensor) for r in results):
         same = torch.equal(*results)
-        t.trace.append(same)
+        case.note(same)
         if not same:
-            t.called = "drop_over_capacity(experts, n_experts, capacity)"
+            case.called = "drop_over_capacity(experts, n_experts, capacity)"
             raise Explained(
                 "a second call on the same ids gave another result. Something is kept "
                 "from call to call, as a default like `used={}` is, or drawn at random."
@@ -1725,10 +880,10 @@ def starts_anew(t, answer):
     "For one expert: number the tokens that chose it, beginning with 1. Which numbers "
     "are served?",
 )
-def _(answer, t):
-    starts_anew(t, answer)
+def _(answer, case):
+    starts_anew(case, answer)
     for n, e, capacity, seed in ((11, 3, 2, 0), (9, 4, 1, 1), (12, 2, 4, 2)):
-        served(t, answer, probe_ids(n, 1, below=e, seed=seed), e, capacity)
+        served(case, answer, probe_ids(n, 1, below=e, seed=seed), e, capacity)
 
 
 @dropping.requires(
@@ -1736,52 +891,52 @@ def _(answer, t):
     "An expert has one queue for all k columns. In which order must the `(N, k)` ids be "
     "read, row by row or column by column?",
 )
-def _(answer, t):
+def _(answer, case):
     for n, e, k, capacity, seed in ((9, 4, 2, 3, 3), (8, 5, 3, 4, 4), (13, 3, 2, 5, 5)):
         ids = distinct_choices(n, e, k, seed)
-        served(t, answer, ids, n_experts=e, capacity=capacity)
+        served(case, answer, ids, n_experts=e, capacity=capacity)
 
 
 @dropping.requires("nothing is dropped where there is room for all")
-def _(answer, t):
+def _(answer, case):
     for capacity in (9, 50):
-        served(t, answer, distinct_choices(9, 4, 2, 6), 4, capacity)
+        served(case, answer, distinct_choices(9, 4, 2, 6), 4, capacity)
 
 
 @dropping.requires(
     "queues of thousands are counted exactly",
     "In which dtype do you count? int8 ends at 127; float16 knows no 2049.",
 )
-def _(answer, t):
+def _(answer, case):
     ids = (probe_ids(2600, 1, below=20, seed=11) == 0).long()
     for capacity in (40, 127, 300, 2300):
-        served(t, answer, ids, 2, capacity)
+        served(case, answer, ids, 2, capacity)
 
 
 @dropping.requires("experts that nobody chose, the last ones included, do no harm")
-def _(answer, t):
-    served(t, answer, distinct_choices(9, 3, 2, 7), 8, 2)
-    served(t, answer, torch.full((5, 1), 1), 4, 2)
-    served(t, answer, distinct_choices(1, 3, 2, 8), 3, 1)
+def _(answer, case):
+    served(case, answer, distinct_choices(9, 3, 2, 7), 8, 2)
+    served(case, answer, torch.full((5, 1), 1), 4, 2)
+    served(case, answer, distinct_choices(1, 3, 2, 8), 3, 1)
 
 
 @dropping.requires(
     "a second call starts with empty queues, and any memory layout works"
 )
-def _(answer, t):
+def _(answer, case):
     ids = distinct_choices(9, 4, 2, 9)
-    served(t, answer, ids, 4, 2)
-    served(t, answer, ids, 4, 2)
-    served(t, answer, distinct_choices(9, 4, 2, 10).T.contiguous().T, 4, 3)
+    served(case, answer, ids, 4, 2)
+    served(case, answer, ids, 4, 2)
+    served(case, answer, distinct_choices(9, 4, 2, 10).T.contiguous().T, 4, 3)
 
 
 @dropping.requires(
     "a capacity smaller than 1 is a ValueError that names it",
     "Experts without a place serve nobody: whoever asks for that has divided wrongly.",
 )
-def _(answer, t):
+def _(answer, case):
     for capacity in (0, -3):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             distinct_choices(5, 4, 2),
@@ -1793,10 +948,10 @@ def _(answer, t):
 
 
 @dropping.requires("it creates nothing on another device")
-def _(answer, t):
+def _(answer, case):
     ids = distinct_choices(9, 4, 2, 9)
-    t.any_device(answer, ids, 4, 2)
-    t.any_device(answer, ids, 4, 2)
+    case.any_device(answer, ids, 4, 2)
+    case.any_device(answer, ids, 4, 2)
 
 
 def places(experts, n_experts, order="columns"):
@@ -1969,13 +1124,6 @@ for name, sentence, change in (
     dropping.fault(name, sentence, dropping_by(change))
 
 
-dropping.fault(
-    "capacity_unchecked",
-    "A capacity of 0 is not refused; it drops everything in silence.",
-    lambda experts, n_experts, capacity: places(experts, n_experts) <= capacity,
-)
-
-
 for name, sentence, dtype in (
     ("counted_in_bfloat16", "In bfloat16 256 + 1 is 256.", torch.bfloat16),
     ("counted_in_float16", "In float16 2048 + 1 is 2048.", torch.float16),
@@ -1993,56 +1141,25 @@ for name, sentence, dtype in (
     )
 
 
-@dropping.fault(
-    "assertion",
-    "An `assert` refuses the capacity. It raises AssertionError, and is gone when Python "
-    "runs with -O: raise a ValueError.",
-)
-def _(experts, n_experts, capacity):
-    assert capacity >= 1, f"capacity is {capacity}"
-    return places(experts, n_experts) <= capacity
-
-
-@dropping.fault(
-    "error_without_numbers",
-    "The ValueError does not say which capacity it was given.",
-)
-def _(experts, n_experts, capacity):
-    if capacity < 1:
-        raise ValueError("no capacity")
-    return places(experts, n_experts) <= capacity
-
-
-@dropping.fault(
-    "as_many_as_occur",
-    "The number of experts is read off the ids, or ids above some number fail.",
-)
-def _(experts, n_experts, capacity):
-    room(capacity)
-    if int(experts.max()) + 1 < n_experts:
-        raise RuntimeError("shapes do not match")
-    return places(experts, n_experts) <= capacity
-
-
 # moe_parameters -----------------------------------------------------------------------
 
 MIXTRAL = Sizes(32_000, 4096, 32, 32, 8, 128, 14_336, 32_768, tied=False)
 TIED = Sizes(29, 12, 2, 3, 1, 6, 17, 11)
 
 
-def counted(t, answer, c, n_experts, k):
+def counted(case, answer, c, n_experts, k):
     given = copy.copy(c)
-    found = t.call(answer, given, n_experts, k)
-    t.trace.append(given == c)
+    found = case.call(answer, given, n_experts, k)
+    case.note(given == c)
     if given != c:
         raise Explained("It changed the `config` that it was given: work on a copy.")
-    t.is_tuple(found, 2)
+    case.is_tuple(found, 2)
     expected = slow_count(c, n_experts, k)
     experts = "1 expert" if n_experts == 1 else f"{n_experts} experts"
     for value, due, name in zip(found, expected, ("total", "active"), strict=True):
         what = f"{name} of {experts} with k = {k}"
         whole(value, what)
-        t.equal(value, due, what)
+        case.equal(value, due, what)
 
 
 def whole(value, what):
@@ -2075,25 +1192,25 @@ class NothingHuge(TorchFunctionMode):
     "Your `count_parameters` counts one feed-forward network in each block. What comes "
     "on top?",
 )
-def _(answer, t):
+def _(answer, case):
     for c in (LLAMA, TIED):
-        counted(t, answer, c, 1, 1)
+        counted(case, answer, c, 1, 1)
 
 
 @counting.requires(
     "total counts every expert of every block, active the k that a token goes to",
     "How many numbers has one `SwiGLU`? How many experts are there in the whole model?",
 )
-def _(answer, t):
+def _(answer, case):
     for n_experts, k in ((5, 2), (7, 1), (4, 4)):
-        counted(t, answer, LLAMA, n_experts, k)
-        counted(t, answer, TIED, n_experts=n_experts, k=k)
+        counted(case, answer, LLAMA, n_experts, k)
+        counted(case, answer, TIED, n_experts=n_experts, k=k)
 
 
 @counting.requires("a k below 1 or above n_experts is a ValueError that names both")
-def _(answer, t):
+def _(answer, case):
     for n_experts, k in ((4, 0), (4, -1), (4, 5), (13, 17)):
-        t.raises(
+        case.raises(
             ValueError,
             answer,
             copy.copy(LLAMA),
@@ -2108,12 +1225,12 @@ def _(answer, t):
     "Mixtral-8x7B has 46.7 billion, of which 12.9 billion are active, computed from its "
     "sizes without building it",
 )
-def _(answer, t):
+def _(answer, case):
     with NothingHuge():
-        found = t.call(answer, copy.copy(MIXTRAL), 8, 2)
-    t.is_tuple(found, 2)
+        found = case.call(answer, copy.copy(MIXTRAL), 8, 2)
+    case.is_tuple(found, 2)
     total, active = found
-    t.equal(
+    case.equal(
         (round(total / 1e9, 1), round(active / 1e9, 1)), (46.7, 12.9), "in billions it"
     )
 
@@ -2251,37 +1368,9 @@ for name, sentence, change in (
     counting.fault(name, sentence, counter(change))
 
 
-@counting.fault(
-    "k_unchecked",
-    "A k that does not fit is not refused.",
-)
-def _(config, n_experts, k):
-    return slow_count(config, n_experts, k)
-
-
-@counting.fault(
-    "assertion",
-    "An `assert` refuses a wrong k. It raises AssertionError, and is gone when Python "
-    "runs with -O: raise a ValueError.",
-)
-def _(config, n_experts, k):
-    assert 1 <= k <= n_experts, f"k = {k}, {n_experts} experts"
-    return slow_count(config, n_experts, k)
-
-
-@counting.fault(
-    "error_without_numbers",
-    "The ValueError does not say which k met how many experts.",
-)
-def _(config, n_experts, k):
-    if not 1 <= k <= n_experts:
-        raise ValueError("k does not fit")
-    return slow_count(config, n_experts, k)
-
-
 # A block with experts -----------------------------------------------------------------
 
-joint = Joint(
+block_with_experts = IntegrationCheck(
     "block_with_experts",
     lesson="mixture_of_experts",
     parts={
@@ -2299,19 +1388,19 @@ joint = Joint(
 N_EXPERTS = 4
 
 
-def settings(parts, t):
-    return t.call(parts["TransformerConfig"], *[getattr(LLAMA, n) for n in FIELDS])
+def settings(parts, case):
+    return case.call(parts["TransformerConfig"], *[getattr(LLAMA, n) for n in FIELDS])
 
 
-def block_of(parts, t, k, seed=0):
+def block_of(parts, case, k, seed=0):
     """The learner's block, experts in place of its network, and all its weights."""
-    block = t.call(parts["Block"], settings(parts, t))
+    block = case.call(parts["Block"], settings(parts, case))
     rest = weights_for(block_shapes(LLAMA), 700 + seed)
     rest = {n: w for n, w in rest.items() if not n.startswith("feed_forward")}
-    load_all(t, block, rest)
-    experts = t.call(parts["MixtureOfExperts"], 10, LLAMA.d_ff, N_EXPERTS, k)
+    load_all(case, block, rest)
+    experts = case.call(parts["MixtureOfExperts"], 10, LLAMA.d_ff, N_EXPERTS, k)
     mine = mixture_weights(10, LLAMA.d_ff, N_EXPERTS, 20 + seed)
-    block.feed_forward = load_all(t, experts, mine)
+    block.feed_forward = load_all(case, experts, mine)
     return block, rest, mine
 
 
@@ -2327,36 +1416,36 @@ def true_block(x, rest, mine, k, mask):
     return x + slow_mixture(given, doubled(mine), k), given
 
 
-@joint.requires(
+@block_with_experts.requires(
     "a block with experts in place of its network gives what its formulas give",
     "The block calls `self.feed_forward(x)` with the normalised stream `(B, T, D)`, and "
     "adds what comes back.",
 )
-def _(parts, t):
+def _(parts, case):
     for k in (1, 2):
-        block, rest, mine = block_of(parts, t, k)
+        block, rest, mine = block_of(parts, case, k)
         x, mask = probe(3, 7, 10, seed=41), past(7)
         expected, _ = true_block(x, rest, mine, k, mask)
-        t.close(t.call(block, x, mask), expected, f"the stream, k = {k}", like=x)
+        case.close(case.call(block, x, mask), expected, f"the stream, k = {k}", like=x)
 
 
-@joint.requires("a later token changes nothing before it")
-def _(parts, t):
-    block, _, _ = block_of(parts, t, 2)
+@block_with_experts.requires("a later token changes nothing before it")
+def _(parts, case):
+    block, _, _ = block_of(parts, case, 2)
     x = probe(2, 7, 10, seed=42)
     changed = torch.cat([x[:, :4], probe(2, 3, 10, seed=43)], dim=1)
-    before, after = (t.call(block, y, past(7))[:, :4] for y in (x, changed))
-    t.close(after, before, "the stream before the changed tokens")
+    before, after = (case.call(block, y, past(7))[:, :4] for y in (x, changed))
+    case.close(after, before, "the stream before the changed tokens")
 
 
-@joint.requires(
+@block_with_experts.requires(
     "`top_k_routing` on the router's scores chooses as the experts were called, and the "
     "balancing loss reaches the router",
     "Does `MixtureOfExperts` call `top_k_routing` with its router's scores, or does it "
     "choose in another way?",
 )
-def _(parts, t):
-    block, rest, mine = block_of(parts, t, 2, seed=1)
+def _(parts, case):
+    block, rest, mine = block_of(parts, case, 2, seed=1)
     x = probe(3, 7, 10, seed=44)
     seen, rows = [], [0] * N_EXPERTS
     hooks = [
@@ -2376,50 +1465,52 @@ def _(parts, t):
         expert.register_forward_pre_hook(count(e), with_kwargs=True)
         for e, expert in enumerate(block.feed_forward.experts)
     ]
-    t.call(block, x, past(7))
+    case.call(block, x, past(7))
     for hook in hooks:
         hook.remove()
     _, given = true_block(x, rest, mine, 2, past(7))
-    t.true(
+    case.true(
         len(seen) == 1,
         f"The block called its `feed_forward` {len(seen)} times in one pass.",
     )
-    t.close(seen[0], given, "what the experts are given")
+    case.close(seen[0], given, "what the experts are given")
     scores_ = block.feed_forward.router(seen[0].detach().flatten(0, -2))
-    weights, experts = t.call(parts["top_k_routing"], scores_.detach(), 2)
+    weights, experts = case.call(parts["top_k_routing"], scores_.detach(), 2)
     shares_, ids = slow_routing(scores_.detach().double(), 2)
-    t.equal(experts, ids, "the experts")
-    t.close(weights, shares_, "the weights")
+    case.equal(experts, ids, "the experts")
+    case.close(weights, shares_, "the weights")
     for e in experts.flatten().tolist():
         rows[e] += 1
-    t.equal(called, rows, "on how many tokens each expert was called")
-    kept = t.call(parts["drop_over_capacity"], experts, N_EXPERTS, max(rows))
-    t.true(bool(kept.all()), "With room for the most popular expert, some are dropped.")
-    loss = t._run(
+    case.equal(called, rows, "on how many tokens each expert was called")
+    kept = case.call(parts["drop_over_capacity"], experts, N_EXPERTS, max(rows))
+    case.true(
+        bool(kept.all()), "With room for the most popular expert, some are dropped."
+    )
+    loss = case._run(
         parts["load_balancing_loss"],
         (torch.softmax(scores_, -1), experts, N_EXPERTS),
         {},
     )
     due = slow_balance(torch.softmax(scores_.detach(), -1).double(), ids, N_EXPERTS)
-    t.close(loss, due, "the balancing loss")
+    case.close(loss, due, "the balancing loss")
     loss.backward()
     gradient = block.feed_forward.router.weight.grad
-    t.true(
+    case.true(
         gradient is not None and bool(gradient.abs().sum() > 0),
         "The balancing loss gives the router no gradient.",
     )
 
 
-@joint.requires(
+@block_with_experts.requires(
     "the loss at the end reaches the router and every expert; with k = 1 the router, too"
 )
-def _(parts, t):
+def _(parts, case):
     for k in (2, 1):
-        block, _, _ = block_of(parts, t, k, seed=1)
-        out = t.call(block, probe(5, 9, 10, seed=45), past(9))
+        block, _, _ = block_of(parts, case, k, seed=1)
+        out = case.call(block, probe(5, 9, 10, seed=45), past(9))
         (out * probe(5, 9, 10, seed=46)).sum().backward()
         for name, p in block.feed_forward.named_parameters():
-            t.true(
+            case.true(
                 (k == 1 and "router" not in name)
                 or (p.grad is not None and bool(p.grad.abs().sum() > 0)),
                 f"`{name}` of the experts gets no gradient from the end of the block, "
@@ -2427,21 +1518,23 @@ def _(parts, t):
             )
 
 
-@joint.requires("`moe_parameters` counts what a decoder of such blocks holds")
-def _(parts, t):
-    config = settings(parts, t)
-    model = t.call(parts["Transformer"], config)
+@block_with_experts.requires(
+    "`moe_parameters` counts what a decoder of such blocks holds"
+)
+def _(parts, case):
+    config = settings(parts, case)
+    model = case.call(parts["Transformer"], config)
     for block in model.blocks:
         block.feed_forward = parts["MixtureOfExperts"](
             config.d_model, config.d_ff, N_EXPERTS, 2
         )
     held = sum(p.numel() for p in model.parameters())
-    total, active = t.call(parts["moe_parameters"], config, N_EXPERTS, 2)
-    t.equal(total, held, "the total")
+    total, active = case.call(parts["moe_parameters"], config, N_EXPERTS, 2)
+    case.equal(total, held, "the total")
     idle = 2 * config.n_layers * 3 * config.d_model * config.d_ff
-    t.equal(active, held - idle, "active")
-    logits = t.call(model, probe_ids(2, 6, below=config.vocab_size, seed=47))
-    t.true(
+    case.equal(active, held - idle, "active")
+    logits = case.call(model, probe_ids(2, 6, below=config.vocab_size, seed=47))
+    case.true(
         logits.shape == (2, 6, config.vocab_size),
         f"The decoder's logits have shape {tuple(logits.shape)}.",
     )
@@ -2539,4 +1632,4 @@ for name, sentence, wrong in (
         },
     ),
 ):
-    joint.fault(name, sentence, wrong)
+    block_with_experts.fault(name, sentence, wrong)

@@ -1,0 +1,94 @@
+"""Lesson 00: mistakes in softmax."""
+
+from utils.exercises.start import softmax
+
+softmax.fault(
+    "no_shift",
+    "exp is taken of the scores as they are. exp(89) is already more than float32 can "
+    "hold, and inf/inf is NaN; far below zero everything becomes 0, and 0/0 is NaN too.",
+    ("torch.exp(scores - largest)", "torch.exp(scores)"),
+)
+softmax.fault(
+    "one_shift_for_all",
+    "One number is subtracted from the whole tensor. A row that lies far below it "
+    "underflows to zeros, and 0/0 is NaN: what is safe differs from row to row.",
+    ("scores.max(dim=dim, keepdim=True).values", "scores.max()"),
+)
+softmax.fault(
+    "dim_ignored",
+    "The weights sum to 1 along the last dimension whatever `dim` says.",
+    ("sum(dim=dim", "sum(dim=-1"),
+    ("max(dim=dim", "max(dim=-1"),
+)
+softmax.fault(
+    "mean_subtracted",
+    "The mean is subtracted, not the maximum. A score that lies far above its row's "
+    "mean still overflows, and a single −inf makes the mean −inf.",
+    (
+        "scores.max(dim=dim, keepdim=True).values",
+        "scores.mean(dim=dim, keepdim=True)",
+    ),
+)
+softmax.fault(
+    "sum_of_everything",
+    "The exponentials are divided by the sum of the whole tensor, so that all weights "
+    "together sum to 1 instead of those along `dim`.",
+    ("exponentials.sum(dim=dim, keepdim=True)", "exponentials.sum()"),
+)
+softmax.fault(
+    "no_exponential",
+    "The scores themselves are divided by their sum. Without the exponential a "
+    "negative score gives a negative weight.",
+    ("torch.exp(scores - largest)", "scores"),
+)
+softmax.fault(
+    "not_divided",
+    "The exponentials are not divided by their sum.",
+    (
+        "return exponentials / exponentials.sum(dim=dim, keepdim=True)",
+        "return exponentials",
+    ),
+)
+softmax.fault(
+    "logarithm",
+    "This is the logarithm of the weights, log-softmax.",
+    (
+        "return exponentials / exponentials.sum(dim=dim, keepdim=True)",
+        "return (exponentials / exponentials.sum(dim=dim, keepdim=True)).log()",
+    ),
+)
+softmax.fault(
+    "sigmoid",
+    "Each score is squashed by itself. Softmax weights compete: they share a sum of 1.",
+    (
+        "largest = scores.max(dim=dim, keepdim=True).values",
+        "return torch.sigmoid(scores)",
+    ),
+)
+softmax.fault(
+    "dim_dropped",
+    "The sum loses its dimension, so that broadcasting lines up the wrong axes: it "
+    "crashes, or on square inputs divides by another row's sum.",
+    ("exponentials.sum(dim=dim, keepdim=True)", "exponentials.sum(dim=dim)"),
+)
+softmax.fault(
+    "max_is_a_pair",
+    "With a `dim`, `max` returns two tensors, the values and where they stand. Take the "
+    "values, or use `amax`.",
+    (".values", ""),
+)
+softmax.fault(
+    "clamped",
+    "The scores are cut off at a fixed size to avoid overflow. That changes the weights "
+    "of large scores, where only the differences should count.",
+    ("torch.exp(scores - largest)", "torch.exp(scores.clamp(-80, 80))"),
+)
+softmax.fault(
+    "epsilon_in_the_sum",
+    "A small constant is added to the sum. If the exponentials have a safe size, the sum "
+    "is far from 0, so it protects from nothing and makes the weights wrong.",
+    (
+        "exponentials.sum(dim=dim, keepdim=True)",
+        "(exponentials.sum(dim=dim, keepdim=True) + 1e-6)",
+    ),
+)
