@@ -1,6 +1,5 @@
 """The course without its solutions: what it holds, and how it goes on without them."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from tests.notebooks import (
 from utils import build, handout, parts, syllabus
 from utils.check import check, check_joint, evaluate
 from utils.error_hints import bound_by_cell
-from utils.errors import CheckFailed, CourseError, PartMissing
+from utils.errors import CheckFailed, PartMissing
 
 RIGHT = "def softmax(scores, dim=-1):\n    return torch.softmax(scores, dim)"
 FAULT = "def softmax(scores, dim=-1):\n    return torch.exp(scores)"
@@ -75,6 +74,7 @@ def test_nothing_else_is_in_it(folder):
     top = {path.name for path in folder.iterdir()}
     assert top == {
         ".github",
+        ".handout.json",
         ".gitignore",
         "LICENSE",
         "Makefile",
@@ -94,13 +94,18 @@ def test_nothing_else_is_in_it(folder):
 
 
 def test_what_the_notebooks_import_is_in_it(folder):
-    there = {path.stem for path in (folder / "utils").glob("*.py")}
+    there = {path.stem for path in (folder / "utils").iterdir()}
     for path in (folder / "notebooks").glob("*.ipynb"):
         text = "\n".join(code(nbformat.read(path, as_version=4)))
         wanted = re.findall(r"^from utils\.(\w+) import", text, re.MULTILINE)
         for line in re.findall(r"^from utils import (.*)", text, re.MULTILINE):
             wanted += [name.split()[0] for name in line.split(",")]
         assert set(wanted) <= there
+    reads = "from utils import flash_bench, long_text as l; flash_bench.recorded()"
+    shown = python(
+        f"{reads}; l.recorded(); import utils.course as c; c.course_map()", folder
+    )
+    assert f"0/{len(syllabus.lessons()[-1].exercises)}" in shown.stdout, shown.stderr
 
 
 def test_the_archive_holds_the_same(folder):
@@ -108,7 +113,7 @@ def test_the_archive_holds_the_same(folder):
         for name in archive.namelist():
             assert archive.read(name) == (folder.parent / name).read_bytes()
         files = [path for path in folder.rglob("*") if path.is_file()]
-        assert len(archive.namelist()) == len(files)
+        assert len(archive.namelist()) == len(files) - 1  # without the manifest
 
 
 def test_only_checks_and_the_first_cell_stop_a_run_of_all_cells(folder):
@@ -149,22 +154,100 @@ def test_answers_in_the_working_folder_do_not_go_into_it(tmp_path):
         assert "my_own_answer" not in path.read_text(encoding="utf-8")
 
 
-def test_it_is_not_written_over_the_course(tmp_path):
-    (tmp_path / "lessons").mkdir()
-    with pytest.raises(CourseError, match="no place for a handout"):
-        handout.write(tmp_path)
-    assert handout.main([str(tmp_path)]) == 1
+# Where it is written -----------------------------------------------------------------
 
 
-def test_a_repository_is_brought_up_to_date(folder):
-    for kept in (".git", "grades"):
-        (folder / kept).mkdir()
-    stale = folder / "utils" / "old.py"
-    stale.write_text("")
+def tree(folder) -> dict:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def bundle(monkeypatch):
+    """What a handout holds, replaced by three files."""
+    made = {"README.md": b"1", "utils/a.py": b"1", "utils/old/b.py": b"1"}
+    monkeypatch.setattr(handout, "files", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "present",
+    [
+        "lessons/00_start.md",
+        "solutions/start.py",
+        "notebooks/my own.ipynb",
+        "utils/mine.py",
+        "README.md",
+        "../course.zip",
+        ".handout.json",
+    ],
+)
+def test_a_folder_with_something_of_somebody_s_own_is_refused(
+    tmp_path, bundle, present, capsys
+):
+    folder = tmp_path / "course"
+    path = folder / present
+    folder.mkdir()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("precious")
+    before = tree(tmp_path)
+    assert handout.main([str(folder)]) == 1
+    assert tree(tmp_path) == before
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said and len(said.splitlines()) == 1
+
+
+def test_only_what_an_earlier_run_wrote_is_replaced_or_removed(
+    tmp_path, bundle, capsys
+):
+    folder = tmp_path / "course"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "HEAD").write_text("precious")
     handout.write(folder)
-    assert not stale.exists()
-    for kept in (".git", "grades"):
-        (folder / kept).rmdir()
+    (folder / "utils" / "mine.py").write_text("precious")
+    (folder / "notebooks").mkdir()
+    (folder / "README.md").write_text("changed by hand")
+    del bundle["utils/old/b.py"]
+    bundle |= {"README.md": b"2", "utils/a.py": b"2", "utils/mine.py": b"new"}
+    for _ in range(2):  # and once more
+        assert handout.main([str(folder)]) == 0
+        assert (
+            "Left as they are, since somebody changed them" in capsys.readouterr().out
+        )
+        files = {p.relative_to(folder).as_posix(): t for p, t in tree(folder).items()}
+        del files[".handout.json"]
+        assert files == {
+            ".git/HEAD": b"precious",
+            "README.md": b"changed by hand",
+            "utils/a.py": b"2",
+            "utils/mine.py": b"precious",
+        }
+    assert (folder / "notebooks").exists() and not (folder / "utils" / "old").exists()
+
+
+@pytest.mark.parametrize("place", ["folder", "archive", "full"])
+def test_a_place_that_cannot_be_written_is_a_sentence(
+    tmp_path, bundle, monkeypatch, capsys, place
+):
+    folder = tmp_path / "course"
+    handout.write(folder)
+    before = tree(tmp_path)
+    bundle["utils/a.py"] = b"2"
+
+    def fail(*arguments, **keywords):
+        raise OSError(28, "No space left on device")
+
+    where = {
+        "folder": (handout.tempfile, "TemporaryDirectory"),
+        "archive": (handout.Path, "touch"),
+        "full": (handout.zipfile, "ZipFile"),
+    }
+    monkeypatch.setattr(handout, "_is_ours", lambda archive: True)
+    monkeypatch.setattr(*where[place], fail)
+    assert handout.main([str(folder)]) == 1
+    assert "cannot be written: No space left on device." in capsys.readouterr().err
+    assert tree(tmp_path) == before
+    (tmp_path / "file").write_text("")
+    assert handout.main([str(tmp_path / "file")]) == 1
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -332,31 +415,3 @@ def test_names_of_a_cell_for_ipython_are_not_looked_for():
         raise ValueError
     except ValueError as error:
         assert bound_by_cell(error.__traceback__) == []
-
-
-# What is begun -----------------------------------------------------------------------
-
-
-def begun(folder) -> list[str]:
-    shown = subprocess.run(
-        [sys.executable, "-S", "-m", "utils.attempted"],  # -S: no package is needed
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return shown.stdout.split()
-
-
-def test_a_lesson_is_begun_when_something_is_written(folder):
-    assert begun(folder) == []
-    path = folder / "notebooks" / "02_attention.ipynb"
-    before = path.read_bytes()
-    made = json.loads(before)
-    for cell in made["cells"]:
-        if "".join(cell["source"]).startswith("def causal_mask"):
-            cell["source"] = "def causal_mask(t_q, t_k=None):\n    return 1"
-    path.write_text(json.dumps(made), encoding="utf-8")
-    assert begun(folder) == ["notebooks/02_attention.ipynb"]
-    path.write_bytes(before)

@@ -74,7 +74,9 @@ def notebook_cells(lesson: Lesson) -> list[dict]:
             dict(cell["metadata"])
         return cells
     except FileNotFoundError:
-        raise CourseError(f"{place} is not there. If you did not move it, {again}") from None
+        raise CourseError(
+            f"{place} is not there. If you did not move it, {again}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CourseError(
             f"{place} cannot be read ({type(error).__name__}). Give it another name, "
