@@ -16,11 +16,12 @@ from utils.build import (
     digest,
     dumps,
     execute,
-    lesson_source,
     notebook,
     stub,
 )
 from utils.build.pages import syllabus_json, with_course_map
+from utils.check.exercise import Exercise, load_lesson
+from utils.check.fault import Fault
 
 LESSON = syllabus.ROOT / "lessons" / "00_start.md"
 
@@ -101,14 +102,10 @@ def test_refuses(root, file, old, new, says):
 
 
 def test_refuses_a_fault_that_no_longer_edits_the_reference(monkeypatch):
-    class Faults:
-        @staticmethod
-        def problems(exercise):
-            yield f"utils/faults/start.py: {exercise.name}, no_scaling: gone"
-
-    monkeypatch.setattr(lesson_source, "find_spec", lambda name: name[-5:] == "fault")
-    monkeypatch.setattr(lesson_source, "import_module", lambda name: Faults)
-    with pytest.raises(BuildError, match=r"utils/faults/start.py: softmax, no_scaling"):
+    load_lesson("start")
+    gone = Fault("gone", "It is gone.", (("no such text", ""),))
+    monkeypatch.setattr(Exercise.registry["softmax"], "faults", [gone])
+    with pytest.raises(BuildError, match=r"utils/faults/start.py: softmax, gone: "):
         LessonSource(LESSON)
 
 

@@ -1,0 +1,1 @@
+"""Mutants of the references that are right, one module per lesson, with the reason."""
