@@ -10,6 +10,7 @@ import jupytext
 
 from utils.build.errors import BuildError
 from utils.build.references import BEGIN, END, answers
+from utils.check import fault
 from utils.check.exercise import Exercise
 from utils.imports import lesson_imports
 from utils.syllabus import ROOT
@@ -106,13 +107,11 @@ class LessonSource:
 
     def _check_faults(self):
         """A fault is an edit of the reference, so what it replaces stands there."""
-        if not find_spec("utils.check.fault"):
-            return
         if find_spec(f"utils.faults.{self.slug}"):
             import_module(f"utils.faults.{self.slug}")
         for exercise in Exercise.registry.values():
             if exercise.lesson == self.slug:
-                self.problems += import_module("utils.check.fault").problems(exercise)
+                self.problems += fault.problems(exercise)
 
     def _check_nothing_left_over(self):
         for name in set(self.answers) - set(self.exercises):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+from utils.check.fault import BEGIN, END
 
 
 @dataclass(frozen=True)
