@@ -25,7 +25,7 @@ from types import ModuleType
 class Mutant:
     """An answer with one edit.
 
-    name: line, operator and edit, such as "12 compare a < b → a <= b"; unique in its answer.
+    name: line, operator and edit, such as "12 compare a < b → a <= b"; unique.
     source: the whole function or class after the edit, without docstrings.
     line: where the edit is, counted from the answer's first line, which is 1.
     """
@@ -93,7 +93,6 @@ CHOOSING = ("max", "min", "maximum", "minimum", "where")  # any argument could b
 # Owners of functions, not values: without the call, `torch.exp(x)` is x, not torch.
 OWNERS = {"torch", "nn", "math", "regex", "tl", "triton", "os"}
 OWNERS |= {"self", "ctx", "model", "block", "part", "cache"}
-HANDED_OVER = (ast.Call, ast.keyword)  # parents of what a call gets
 PLAIN = {"range", "super", "isinstance", "enumerate", "zip", "len", "getattr"}
 CONFIGS = ("c", "config", "self.config", "model.config")  # their attributes are sizes
 
@@ -142,6 +141,12 @@ def _called(node) -> str | None:
     if not isinstance(node, ast.Call):
         return None
     return getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+
+
+def _handed_over(node, parent) -> bool:
+    """Is the node an argument of a call?"""
+    call = isinstance(parent, ast.Call) and node is not parent.func
+    return call or isinstance(parent, ast.keyword)
 
 
 def _owner(node) -> ast.AST | None:
@@ -200,9 +205,8 @@ def _signs(node, place) -> Nodes:
             yield _with(node, func=_with(node.func, value=x))
         elif node.args:
             yield _with(node, args=[_expression("-x", x=node.args[0]), *node.args[1:]])
-    elif "mask" in getattr(node, "id", "") and isinstance(place.parent, HANDED_OVER):
-        if node is not getattr(place.parent, "func", None):
-            yield _expression("~x", x=node)
+    elif "mask" in getattr(node, "id", "") and _handed_over(node, place.parent):
+        yield _expression("~x", x=node)
 
 
 def _comparisons(node, place) -> Nodes:
@@ -474,9 +478,9 @@ def _edit(old, new, width=32) -> str:
         head = _common(a, b)
         tail = _common(a[head:][::-1], b[head:][::-1])
         texts = ["".join(x[head : len(x) - tail]) for x in (a, b)]
-        while head and not all(re.search(r"\w", text) for text in texts):
-            head -= 1
-            texts = [a[head] + text for text in texts]
+        while head + tail and not all(re.search(r"\w", text) for text in texts):
+            head, tail = (head - 1, tail) if head else (head, tail - 1)
+            texts = ["".join(x[head : len(x) - tail]) for x in (a, b)]
     texts = (t if len(t) <= width else t[: width - 1] + "…" for t in texts)
     return " → ".join(text.strip() for text in texts)
 

@@ -192,9 +192,10 @@ class Case:
         comparison.require_shape(actual, expected, what)
         if like is not None:
             comparison.require_like(actual, like, what)
-        working = comparison.working_dtype(actual)
-        actual, expected = actual.detach().cpu().double(), expected.cpu().double()
+        came = actual.detach().cpu()
+        actual, expected = came.double(), expected.cpu().double()
         comparison.require_finite(actual, expected, what)
+        working = comparison.working_dtype(came)
         difference, scale = comparison.distance(actual, expected, relative, working)
         if tolerance is None:
             n = len(self.errors)
@@ -203,9 +204,7 @@ class Case:
             tolerance = HEADROOM * own + comparison.rounding_of(working, scale)
             tolerance += 0.0 if relative else SLACK * slack
         self.errors.append(difference.max().item() if difference.numel() else 0.0)
-        comparison.require_close(
-            actual, expected, difference, tolerance, what, relative
-        )
+        comparison.require_close(came, expected, difference, tolerance, what, relative)
 
     def equal(self, actual, expected, what="the result"):
         """`actual` is exactly `expected`: for ids, masks, texts and counts."""
