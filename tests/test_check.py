@@ -3,8 +3,9 @@
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
@@ -12,16 +13,14 @@ from torch import nn
 
 from solutions.start import softmax as reference
 from utils import syllabus
-from utils.check import (
-    _sentence,
-    check,
-    evaluate,
-    evaluate_joint,
-    import_specifications,
-)
-from utils.check.case import LeftEarly, Trial, Unmet, alike, fresh
-from utils.check.exercise import Exercise, Joint
+from utils.check import check, diagnosis, evaluate
+from utils.check.case import Case
+from utils.check.errors import Explained, Unmet
+from utils.check.exercise import Exercise, IntegrationCheck, load_all
+from utils.check.inputs import fresh
+from utils.check.recording import alike
 from utils.check.time_limit import TimeUp, time_limit
+from utils.check.wording import counted, describe_call, sentence, two_numbers
 from utils.errors import CheckFailed, CourseError
 from utils.probe import probe, probe_ids, strided
 
@@ -113,14 +112,14 @@ def two_step_exercise():
     exercise = Exercise("TwoSteps", lesson="nowhere")
 
     @exercise.requires("forward adds one")
-    def _(answer, t):
-        step = t.call(answer)
-        t.agrees(step, lambda x: x + 1, probe(3))
+    def _(answer, case):
+        step = case.call(answer)
+        case.agrees(step, lambda x: x + 1, probe(3))
 
     @exercise.requires("undo takes it back")
-    def _(answer, t):
-        step = t.call(answer)
-        t.close(t.call(step.undo, probe(3)), probe(3) - 1)
+    def _(answer, case):
+        step = case.call(answer)
+        case.close(case.call(step.undo, probe(3)), probe(3) - 1)
 
     yield "TwoSteps"
     del Exercise.registry["TwoSteps"]
@@ -234,7 +233,7 @@ class TestWrongAnswers:
         assert "Hint:" not in report.message
 
     def test_a_class_without_its_base_is_told_the_name_it_can_write(self):
-        import_specifications()
+        load_all()
         class_exercise = next(
             each
             for each in Exercise.registry.values()
@@ -244,10 +243,10 @@ class TestWrongAnswers:
         report = evaluate(type(class_exercise.name, (), {}), class_exercise.name)
         assert "must inherit from `torch.nn.Module`" in report.message
 
-    def test_names_keep_their_letters_at_the_start_of_a_sentence(self):
-        assert _sentence("k = 6 of 5 experts") == "k = 6 of 5 experts"
-        assert _sentence("d_model is 4") == "d_model is 4"
-        assert _sentence("a row is wrong") == "A row is wrong"
+    def test_names_keep_their_letters_at_the_start_of_asentence(self):
+        assert sentence("k = 6 of 5 experts") == "k = 6 of 5 experts"
+        assert sentence("d_model is 4") == "d_model is 4"
+        assert sentence("a row is wrong") == "A row is wrong"
 
     def test_leaves_global_state_alone(self):
         torch.manual_seed(3)
@@ -270,8 +269,10 @@ class TestWrongAnswers:
             for line in inspect.getsource(reference).splitlines()
             if line.startswith("    ") and "=" in line
         }
-        for fault in Exercise.registry["softmax"].faults:
-            message = evaluate(fault.implementation, "softmax").message
+        exercise = Exercise.registry["softmax"]
+        for fault in exercise.faults:
+            report = evaluate(diagnosis.answer_of(exercise, fault), "softmax")
+            message = replace(report, frames=()).message  # the answer's own lines
             assert not any(line in message for line in code)
 
 
@@ -294,14 +295,28 @@ class TestTimeLimit:
         assert self.stopped(lambda: time.sleep(60))
 
     def test_loop_that_swallows_everything(self):
-        def loop():
+        def in_torch():
             while True:
                 try:  # noqa: SIM105
-                    sum(range(100))
+                    torch.ones(3) + 1
                 except:  # noqa: E722
                     pass
 
-        assert self.stopped(loop)
+        def in_a_loop():
+            while True:
+                try:
+                    for _ in range(10**9):
+                        pass
+                except BaseException:
+                    continue
+
+        def asleep():
+            while True:
+                with suppress(BaseException):
+                    time.sleep(60)
+
+        for loop in (in_torch, in_a_loop, asleep):
+            assert self.stopped(loop)
 
     def test_without_signals(self, monkeypatch):
         import signal
@@ -348,10 +363,9 @@ class TestCheck:
         assert check(softmax) is reference
         assert "use the reference" in capfd.readouterr().out
 
-    def test_the_name_comes_from_the_call(self, capfd):
-        softmax = lambda scores, dim=-1: scores  # noqa: E731
-        softmax = check(softmax)
-        assert softmax is reference
+    def test_the_name_comes_from_the_builder(self, capfd):
+        answer = lambda scores, dim=-1: scores  # noqa: E731
+        assert check(answer, "softmax") is reference
 
     def test_run_twice_after_a_wrong_answer(self, capfd):
         def softmax(scores, dim=-1):
@@ -383,7 +397,7 @@ class TestCheck:
             check(something_else)
 
     def test_without_solutions_the_answer_itself_goes_on(self, monkeypatch, capfd):
-        monkeypatch.setattr("utils.check.exercise.find_spec", lambda name: None)
+        monkeypatch.setattr("utils.reference.find_spec", lambda name: None)
 
         def wrong(scores, dim=-1):
             return scores
@@ -414,74 +428,115 @@ class TestCommandLine:
         assert (missing.returncode, missing.stdout) == (2, "")
         assert "does not define" in missing.stderr
 
-    def test_a_damaged_file_is_one_sentence(self, tmp_path):
+    def test_a_damaged_file_is_onesentence(self, tmp_path):
         file = tmp_path / "answers.py"
         file.write_text("def softmax(:\n")
         result = self.run(file)
         assert result.returncode == 2
         assert len(result.stderr.splitlines()) == 1
+        file.write_text("import sys\nsys.exit(0)\n")
+        left = self.run(file)
+        assert left.returncode == 2 and "SystemExit" in left.stderr
+        package = self.run(syllabus.ROOT / "my_transformer" / "__init__.py")
+        assert package.returncode == 2 and "defines no exercise" in package.stderr
         assert self.run(tmp_path / "none.py").returncode == 2
 
 
+class Doubling(Exercise):
+    reference = staticmethod(lambda x: 2 * x)
+
+
 class TestNamingAMistake:
-    """Doubling three numbers, wrong from one of them on."""
-
-    CALLS: ClassVar[list] = []
-
-    def wrong_from(self, first, value):
-        def double(x):
-            self.CALLS.append((value, x))
-            return value if x >= first else 2 * x
-
-        return double
+    """Doubling numbers, wrong from one of them on."""
 
     @pytest.fixture
     def doubling(self):
-        exercise = Exercise("double", lesson="nowhere")
+        exercise = Doubling("double", lesson="nowhere")
 
         @exercise.requires("twice the number")
-        def _(answer, t):
-            found = [t.call(answer, x) for x in (1, 2, 3)]
-            t.equal(found, [2, 4, 6])
+        def _(answer, case):
+            case.equal([case.call(answer, x) for x in (1, 2, 3)], [2, 4, 6])
 
-        for name, wrong in self.FAULTS.items():
-            exercise.fault(name, name, self.wrong_from(*wrong))
-        self.CALLS.clear()
-        yield
+        @exercise.requires("negative numbers too")
+        def _(answer, case):
+            case.equal(case.call(answer, -4), -8)
+
+        exercise.fault("soon", "Wrong from 1.")(lambda x: 7)
+        exercise.fault("late", "Wrong from 3.")(lambda x: 8 if x > 2 else 2 * x)
+        exercise.fault("sign", "The sign is lost.")(
+            lambda x: 8 if x > 2 else 2 * abs(x)
+        )
+        exercise.fault("refused", "Refused.")(refuses)
+        exercise.fault("unfit", "A letter.")(lambda x: x + "a" if x > 0 else x)
+        yield lambda answer: evaluate(answer, "double").fault
         del Exercise.registry["double"]
 
-    FAULTS: ClassVar[dict] = {"soon": (1, 7), "late": (3, 8), "late too": (3, 9)}
+    def test_by_all_results_up_to_the_failure(self, doubling):
+        assert doubling(lambda x: 7) == "soon"
+        assert doubling(lambda x: 7 if x == 1 else 2 * x) is None
 
-    def name(self, *wrong):
-        return evaluate(self.wrong_from(*wrong), "double").fault
+    def test_twins_are_told_apart_by_what_comes_later(self, doubling):
+        assert doubling(lambda x: 8 if x == 3 else 2 * x) == "late"
+        assert doubling(lambda x: 8 if x == 3 else abs(2 * x)) == "sign"
 
-    def test_a_known_mistake_is_left_where_it_differs(self, doubling):
-        assert self.name(3, 9) == "late too"
-        assert (7, 1) in self.CALLS and (7, 2) not in self.CALLS
-        assert (8, 3) in self.CALLS
+    def test_an_answer_s_own_words_of_refusal_do_not_matter(self, doubling):
+        def refuses_otherwise(x):
+            raise ValueError(f"{x} is not to my taste")
 
-    def test_what_was_left_early_is_still_found_later(self, doubling):
-        assert [self.name(*w) for w in ((3, 9), (1, 7), (3, 8), (1, 7))] == [
-            *("late too", "soon", "late", "soon")
-        ]
-        n_calls = len(self.CALLS)
-        assert self.name(1, 7) == "soon"
-        assert len(self.CALLS) == n_calls + 3, "what was run is kept"
+        assert doubling(refuses_otherwise) == "refused"
+
+    def test_python_s_own_words_and_the_type_of_an_error_do(self, doubling):
+        def unfit(x):
+            return x + "b" if x > 0 else x
+
+        assert doubling(unfit) == "unfit"
+        assert doubling(lambda x: x[0]) is None
+
+        def of_another_type(x):
+            raise KeyError(x)
+
+        assert doubling(of_another_type) is None
 
 
-class TestTrial:
-    def test_an_unfinished_trace_ends_nothing(self):
-        trial = Trial(enough=lambda trace: len(trace) > 1)
-        trial.call(abs, -1)
-        with trial.unfinished():
-            for _ in range(3):
-                trial.call(abs, -2)
-            del trial.trace[1:]
-        trial.call(abs, -3)
-        assert trial.trace == [1, 3]
-        with pytest.raises(LeftEarly):
-            trial.call(abs, -4)
+def refuses(x):
+    raise ValueError("not this number")
 
+
+class TestReport:
+    def test_is_data(self):
+        report = evaluate(lambda scores, dim=-1: scores.exp(), "softmax")
+        assert report.unmet.startswith("the weights along the last dimension")
+        assert "largest difference" in report.problem[0]
+        assert report.call == "" and report.n_requirements > 3
+        assert not report.explanation and report.difference
+
+    def test_an_unlisted_mistake_is_described(self):
+        report = evaluate(lambda s, dim=-1: 3 * torch.softmax(s, dim), "softmax")
+        assert report.fault is None
+        assert "3 times too large" in report.difference
+        assert f"What differs: {report.difference}" in report.message
+
+    def test_torch_compile_is_no_endless_loop(self):
+        assert evaluate(torch.compile(softmax), "softmax").status == "passed"
+
+    def test_the_default_device_does_not_stay(self):
+        def answer(scores, dim=-1):
+            torch.set_default_device("meta")
+            return torch.softmax(scores, dim)
+
+        evaluate(answer, "softmax")
+        assert torch.ones(1).device.type == "cpu"
+
+    def test_words(self):
+        assert two_numbers(0.9036612, 0.9036613) == ("0.9036612", "0.9036613")
+        assert (counted(1, "token"), counted(1200, "token")) == (
+            *("1 token", "1,200 tokens"),
+        )
+        assert describe_call(lambda x: x, (1,), {}) == ""
+        assert describe_call(refuses, (probe(2, 3),), {}) == "refuses(x=tensor(2, 3))"
+
+
+class TestCase:
     def test_copies_keep_their_strides(self):
         for x in (strided(probe(3, 5)), probe(3, 5).T, probe(1, 5).expand(4, 5)):
             copy = fresh(x)
@@ -500,21 +555,31 @@ class TestTrial:
             return numbers
 
         with pytest.raises(Unmet, match="its input `numbers` in place"):
-            Trial().call(grow, [1, 2], {"a": (3, "b")})
-        assert Trial().call(lambda numbers: 1, [1, {"a": b"c"}, None]) == 1
+            Case().call(grow, [1, 2], {"a": (3, "b")})
+        assert Case().call(lambda numbers: 1, [1, {"a": b"c"}, None]) == 1
+
+    def test_parameters_are_named(self):
+        module, case = nn.Linear(3, 5), Case()
+        case.parameters(module, weight=(5, 3), bias=(5,))
+        with pytest.raises(Explained, match="`bias` of shape \\(5,\\)"):
+            case.parameters(module, weight=(5, 3))
+        with pytest.raises(Explained, match="no parameter `gain`"):
+            case.parameters(module, weight=(5, 3), bias=(5,), gain=(5,))
+        with pytest.raises(Explained, match=r"stores `\(out, in\)`"):
+            case.parameters(nn.Sequential(module), **{"0": (3, 5), "0__bias": (5,)})
 
     def test_nan_is_never_close(self):
         nan = torch.tensor([torch.nan])
         for expected in (torch.tensor([0.0]), torch.tensor([torch.inf])):
             with pytest.raises(Unmet, match="NaN"):
-                Trial().close(nan, expected)
+                Case().close(nan, expected)
         with pytest.raises(Unmet):
-            Trial().close(torch.tensor([1.0]), nan)
+            Case().close(torch.tensor([1.0]), nan)
 
     def test_infinity_must_be_where_it_is_due(self):
-        Trial().close(torch.tensor([-torch.inf, 1]), torch.tensor([-torch.inf, 1]))
+        Case().close(torch.tensor([-torch.inf, 1]), torch.tensor([-torch.inf, 1]))
         with pytest.raises(Unmet):
-            Trial().close(torch.tensor([5.0]), torch.tensor([-torch.inf]))
+            Case().close(torch.tensor([5.0]), torch.tensor([-torch.inf]))
 
     def test_faults_are_told_apart_by_what_they_are_wrong_by(self):
         truth, wrong = torch.tensor([1.0]), torch.tensor([1.0001])
@@ -530,31 +595,34 @@ class TestTrial:
 PROBE_IDS = [48, 58, 96, 14, 8]
 
 
-class TestJoint:
-    @pytest.fixture
-    def joint(self):
-        joint = Joint("sums_to_one", "start", {"softmax": "start"})
+class TestIntegrationCheck:
+    @pytest.fixture(autouse=True)
+    def joined(self):
+        check = IntegrationCheck("sums_to_one", "start", {"softmax": "start"})
 
-        @joint.requires("the weights of the last dimension sum to 1")
-        def _(parts, t):
-            weights = t.call(parts["softmax"], probe(3, 5))
-            t.close(weights.sum(-1), torch.ones(3))
+        @check.requires("the weights of the last dimension sum to 1")
+        def _(parts, case):
+            weights = case.call(parts["softmax"], probe(3, 5))
+            case.close(weights.sum(-1), torch.ones(3))
 
-        joint.fault("raw", "The scores come back as they are.", {"softmax": raw})
-        yield joint
-        del Joint.registry["sums_to_one"]
+        check.fault(
+            "no_division",
+            "The exponentials come back as they are.",
+            (" / exponentials.sum(dim=dim, keepdim=True)", ""),
+            edited="softmax",
+        )
+        yield
+        del Exercise.registry["sums_to_one"]
 
-    def test_fits_or_is_named(self, joint):
-        assert evaluate_joint("sums_to_one", {"softmax": softmax}).status == "passed"
-        report = evaluate_joint("sums_to_one", {"softmax": raw})
-        assert (report.status, report.fault) == ("failed", "raw")
+    def test_fits_or_is_named(self):
+        assert evaluate({"softmax": softmax}, "sums_to_one").status == "passed"
+        report = evaluate({"softmax": undivided}, "sums_to_one")
+        assert (report.status, report.fault) == ("failed", "no_division")
 
-    def test_missing_part(self, joint):
+    def test_missing_part(self):
         with pytest.raises(CourseError, match="needs softmax"):
-            evaluate_joint("sums_to_one", {})
-        with pytest.raises(CourseError, match="no joint"):
-            evaluate_joint("sums_to_two", {})
+            evaluate({}, "sums_to_one")
 
 
-def raw(scores):
-    return scores
+def undivided(scores):
+    return (scores - scores.amax(-1, keepdim=True)).exp()

@@ -17,14 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from utils import build, syllabus
-from utils.check.engine import reference_errors
+from utils.check import recorded, recorder
 from utils.display import any_encoding
 from utils.errors import CourseError
 
 MANIFEST = ".handout.json"  # what an earlier run wrote, by path, with its SHA-256
 COMMENT = b"a handout of the course"  # in the archive, to know it again
 # Of `utils`, what only those need who build, grade or hand out.
-LEFT_OUT = ("build", "faults", "grade", "handout.py", "__pycache__")
+LEFT_OUT = ("build", "faults", "grade", "handout.py", "recorder.py", "__pycache__")
 AS_IT_STANDS = (
     "LICENSE",
     "requirements.txt",
@@ -81,9 +81,9 @@ def files() -> dict[str, bytes]:
     found["README.md"] = readme.encode()
     found["Makefile"] = makefile().encode()
     found[".gitignore"] = IGNORED.encode()
-    found["utils/recorded/reference_errors.json"] = json.dumps(
-        reference_errors()
-    ).encode()
+    folder = recorded.FOLDER.relative_to(root).as_posix()
+    for name, content in recorder.files().items():
+        found[f"{folder}/{name}"] = content
     return found
 
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from utils.check import difference, running
 from utils.check.case import Case
 from utils.check.errors import Crashed, Unmet
@@ -48,7 +46,7 @@ def name_of(exercise, answer, requirement, case, problem):
         return None
     if case.recording:
         at = exercise.requirements.index(requirement)
-        known = _failing_like(exercise, at, case, problem)
+        known = failing_like(exercise, at, case, problem)
         if len(known) > 1:
             known = _told_apart(exercise, answer, at, known)
         if known:
@@ -61,7 +59,7 @@ def name_of(exercise, answer, requirement, case, problem):
     return None
 
 
-def _failing_like(exercise, at, case, problem) -> list:
+def failing_like(exercise, at, case, problem) -> list:
     """The faults that first fail the same requirement, with the same results."""
     requirement = exercise.requirements[at]
     truth = running.run_reference(exercise, requirement).recording
@@ -128,6 +126,15 @@ def run_fault(exercise: Exercise, fault: Fault, requirement: Requirement):
     return running.run(requirement, answer, exercise.seconds, errors)
 
 
+def first_failing(exercise: Exercise, fault: Fault) -> int:
+    """The number of the first requirement that a known mistake does not meet."""
+    return next(
+        n
+        for n, requirement in enumerate(exercise.requirements)
+        if run_fault(exercise, fault, requirement)[1] is not None
+    )
+
+
 @cache
 def answer_of(exercise: Exercise, fault: Fault):
     """The wrong answer that a fault stands for."""
@@ -136,34 +143,8 @@ def answer_of(exercise: Exercise, fault: Fault):
 
 @cache
 def _recorded(exercise: Exercise) -> list[Known]:
-    return [Known(**each) for each in recorded_faults(exercise.lesson)[exercise.name]]
-
-
-def to_record(exercise: Exercise) -> list[dict]:
-    """What a copy without this exercise's reference must know of its faults.
-
-    The results under the first requirement that each fails, and under the later ones
-    where another fault gives the same there.
-    """
-    found = []
-    for fault in exercise.faults:
-        problems = [run_fault(exercise, fault, r)[1] for r in exercise.requirements]
-        first = next(n for n, problem in enumerate(problems) if problem is not None)
-        found.append((first, fault))
-    made = []
-    for first, fault in found:
-        requirement = exercise.requirements[first]
-        case, problem = run_fault(exercise, fault, requirement)
-        twins = _failing_like(exercise, first, case, problem)
-        last = len(exercise.requirements) if len(twins) > 1 else first + 1
-        results = {
-            n: run_fault(exercise, fault, exercise.requirements[n])[0].recording
-            for n in range(first, last)
-        }
-        made.append(
-            {"name": fault.name, "sentence": fault.sentence, "results": results}
-        )
-    return made
+    known = recorded_faults(exercise.lesson).get(exercise.name, [])
+    return [Known(**each) for each in known]
 
 
 def difference_of(case: Case, problem) -> str:

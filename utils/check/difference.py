@@ -257,27 +257,31 @@ def another_type(d: Difference) -> str | None:
     return f"The values of {d.what} are right, but of type {came} instead of {asked}."
 
 
-def not_finite(d: Difference) -> str | None:
-    for name, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
-        bad = test(d.actual) & d.expected.isfinite()
-        if not bad.any():
+def not_a_number(d: Difference) -> str | None:
+    bad = d.actual.isnan() & ~d.expected.isnan()
+    if not bad.any():
+        return None
+    if bad.all():
+        return f"Every value of {d.what} is NaN."
+    rows = bad.all(-1)
+    if bad.ndim < 2 or not torch.equal(rows[..., None].expand_as(bad), bad):
+        return f"{int(bad.sum())} of {bad.numel()} values are NaN."
+    where = f"rows along {d.dimension(bad.ndim - 1)}"
+    text = f"All values are NaN in {int(rows.sum())} of {rows.numel()} {where}"
+    for mask, values in d.inputs.items():
+        if values.dtype != torch.bool or not values.ndim:
             continue
-        if bad.all():
-            return f"Every value of {d.what} is {name}."
-        rows = bad.all(-1) if bad.ndim > 1 else bad.new_zeros(1)
-        if not torch.equal(rows[..., None].expand_as(bad), bad):
-            return f"{int(bad.sum())} of {bad.numel()} values are {name}."
-        text = (
-            f"All values are {name} in {int(rows.sum())} of {rows.numel()} rows along"
-        )
-        text = f"{text} {d.dimension(bad.ndim - 1)}"
-        for mask, values in d.inputs.items():
-            if values.dtype != torch.bool or not values.ndim:
-                continue
-            if any(torch.equal(p, bad) for p in placements(~values.any(-1), bad.shape)):
-                return f"{text}: those where `{mask}` is False everywhere."
-        return f"{text}."
-    return None
+        if any(torch.equal(p, bad) for p in placements(~values.any(-1), bad.shape)):
+            return f"{text}: those where `{mask}` is False everywhere."
+    return f"{text}."
+
+
+def infinite(d: Difference) -> str | None:
+    bad = d.actual.isinf() & d.expected.isfinite()
+    if bad.all():
+        return f"Every value of {d.what} is infinite."
+    count = f"{int(bad.sum())} of {bad.numel()} values are infinite"
+    return f"{count} where finite ones are expected." if bad.any() else None
 
 
 def infinity_missing(d: Difference) -> str | None:
@@ -668,9 +672,9 @@ def positions(bad: Tensor, where: str) -> str | None:
     for word, other, indices in (("right", "wrong", right), ("wrong", "right", wrong)):
         if indices[-1] == len(indices) - 1:
             count = len(indices)
-            part = "half" if 2 * count == size else f"{count} positions"
-            return f"Of {where}, the first {part} is {word} and the rest {other}."
-        if indices == list(range(0, size, 2)):
+            part = "half is" if 2 * count == size else f"{count} positions are"
+            return f"Of {where}, the first {part} {word} and the rest {other}."
+        if size >= 6 and indices == list(range(0, size, 2)):
             return f"Along {where}, every second position is {word}, from the first on."
     return None
 
@@ -703,6 +707,8 @@ def all_one(values: Tensor, tolerance: float) -> bool:
 
 def moments(d: Difference) -> str | None:
     """Along a dimension the expected rows have mean 0, norm 1, or the like."""
+    if bool((d.expected == d.expected.round()).all()):
+        return None
     for dim in d.long_dimensions(3) if d.varied and not d.boolean else ():
         came, asked = d.actual, d.expected
         spread = asked.std(dim)
@@ -765,8 +771,7 @@ def counted(d: Difference) -> str | None:
 
 
 DETECTORS: tuple[Callable[[Difference], str | None], ...] = (
-    not_finite,
-    infinity_missing,
+    not_a_number,
     constant,
     inverted,
     input_returned,
@@ -788,7 +793,9 @@ DETECTORS: tuple[Callable[[Difference], str | None], ...] = (
     pointwise,
     row_rule,
     marked_by_input,
+    infinity_missing,
     some_positions,
+    infinite,
     large_input,
     at_zero,
     sums,

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
 from utils import syllabus
 from utils.check.fault import Fault
+from utils.reference import has_reference, reference_answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,21 +98,6 @@ class IntegrationCheck(Exercise):
         """The reference of every part, by name."""
         found = {n: reference_answer(lesson, n) for n, lesson in self.parts.items()}
         return None if None in found.values() else found
-
-
-def reference_answer(lesson: str, name: str):
-    """`name` of `solutions/<lesson>.py`, or None where there are no solutions."""
-    if not has_reference(lesson):
-        return None
-    return getattr(import_module(f"solutions.{lesson}"), name)
-
-
-def has_reference(lesson: str) -> bool:
-    """Does this copy of the course hold the reference answers of a lesson?"""
-    try:
-        return find_spec(f"solutions.{lesson}") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 # Which exercises there are ------------------------------------------------------------
