@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ from utils import build, syllabus
 from utils.grade import rules, run, sandbox, tables
 from utils.grade.__main__ import main
 from utils.grade.run import Grades, Result, grade
-from utils.grade.submissions import exercise_cell, read
+from utils.grade.submissions import Submission, collect, exercise_cell, read
 
 START, ATTENTION = "00_start", "02_attention"
 LINUX = sys.platform.startswith("linux")
@@ -112,10 +113,10 @@ HOSTILE = {
     "replaces the comparison": trick(
         SYS,
         """
-        trial = modules.get("utils.check.case")
+        case = modules.get("utils.check.case")
         for name in ("close", "agrees", "gradients_agree", "equal", "true", "raises"):
-            if trial:
-                setattr(trial.Trial, name, lambda *a, **k: None)
+            if case:
+                setattr(case.Case, name, lambda *a, **k: None)
         return x
         """,
     ),
@@ -171,7 +172,8 @@ setattr(modules["torch"], "softmax", lambda x, dim=-1, *a, **k: x * 1.0)
         + f"""
 import pathlib
 READ, found = "read_" + "text", {{}}
-run(getattr(pathlib.Path({str(syllabus.ROOT)!r}, "solutions", "start.py"), READ)(), found)
+path = pathlib.Path({str(syllabus.ROOT)!r}, "solutions", "start.py")
+run(getattr(path, READ)(), found)
 """,
         'return found["softmax"](x, dim)',
     ),
@@ -410,7 +412,7 @@ def format_three(source) -> str:
 
 
 def hand_in(folder: Path, learner: str, made, file=START):
-    (folder / learner).mkdir(exist_ok=True)
+    (folder / learner).mkdir(parents=True, exist_ok=True)
     text = made if isinstance(made, str) else json.dumps(made)
     (folder / learner / f"{file}.ipynb").write_text(text, encoding="utf-8")
 
@@ -684,6 +686,29 @@ def test_a_learner_s_page_holds_the_feedback(graded):
     assert "larger than 25 MB" in large
 
 
+def test_failures_without_a_name_are_counted_by_what_is_not_met():
+    """One learner's numbers do not stand for another's."""
+    lesson = syllabus.lesson_of("attention")
+
+    def failed(learner, fault="", unmet="", explanation="", line="3 is not 4"):
+        more = {"explanation": explanation, "unmet": unmet, "lines": [line]}
+        return Result(learner, lesson, "attention", "failed", fault, "", **more)
+
+    results = [
+        failed("ada", "", "rows sum to 1", "all 2 times too large"),
+        failed("bob", "", "rows sum to 1", "the other sign"),
+        failed("cy", "", "the mask hides"),
+        failed("eve", "transposed", "rows sum to 1", "It is transposed."),
+        failed("zoë", line="It is a class."),
+    ]
+    assert tables.faults(Grades(results, [], [])) == [
+        ("attention", "wrong", 2, "Not met: rows sum to 1."),
+        ("attention", "transposed", 1, "It is transposed."),
+        ("attention", "wrong", 1, "It is a class."),
+        ("attention", "wrong", 1, "Not met: the mask hides."),
+    ]
+
+
 def test_the_table_aligns_wide_names():
     lesson = syllabus.lessons()[0]
     results = [Result(n, lesson, "softmax", "passed") for n in ("名前", "a", "Zoë")]
@@ -701,10 +726,111 @@ def test_the_table_aligns_wide_names():
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 2
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "holds no notebook" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
     assert main([str(tmp_path), "--lesson", "77_nothing"]) == 2
     assert "no lesson 77_nothing" in capsys.readouterr().err
+
+
+def interrupted_after(n, error):
+    """A progress bar that is interrupted when `n` exercises are graded."""
+
+    def bar(steps, label=""):
+        yield from range(n)
+        raise error
+
+    return bar
+
+
+@FORK
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [(KeyboardInterrupt(), 130, "Ctrl-C"), (MemoryError(), 1, "MemoryError()")],
+)
+def test_what_is_graded_is_kept_when_it_ends_early(
+    tmp_path, monkeypatch, capsys, error, status, reason
+):
+    for learner in ("ada", "bob", "cy"):
+        hand_in(tmp_path / "class", learner, submission(softmax=RIGHT))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(run.tempfile, "tempdir", None)
+    monkeypatch.setattr(run, "progress", interrupted_after(1, error))
+    out = tmp_path / "out"
+    arguments = [str(tmp_path / "class"), "--out", str(out), "--jobs", "1"]
+    assert main(arguments) == status
+    shown = capsys.readouterr()
+    assert "Partial: 1 of 3 exercises are graded." in shown.out
+    assert shown.out.count("not graded") == 2
+    assert f"Stopped early by {reason}" in shown.err
+    with open(out / "grades.csv", encoding="utf-8", newline="") as file:
+        rows = [row["status"] for row in csv.DictReader(file)]
+    assert rows == ["passed", "ungraded", "ungraded"]
+    assert "Partial: " in (out / "index.html").read_text(encoding="utf-8")
+    cases = ElementTree.parse(out / "grades.xml").getroot().findall("*/testcase/*")
+    assert [case.tag for case in cases] == ["skipped", "skipped"]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@FULL
+def test_a_stopped_grader_leaves_no_process_and_no_folder(tmp_path):
+    hand_in(tmp_path / "class", "ada", submission(softmax=HOSTILE["sleeps"]))
+    place = tmp_path / "temporary"
+    place.mkdir()
+    grader = subprocess.Popen(
+        [sys.executable, "-m", "utils.grade", tmp_path / "class", "--out", place / "o"],
+        cwd=syllabus.ROOT,
+        env=environment(TMPDIR=str(place)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list(place.glob("grade-*/grade-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    grader.send_signal(signal.SIGINT)
+    out, err = grader.communicate(timeout=30)
+    assert grader.returncode == 130, err
+    assert "Partial: 0 of 1 exercises are graded." in out
+    assert "Traceback" not in err
+    assert [path.name for path in place.iterdir()] == ["o"]
+    time.sleep(0.5)
+    assert not [p for p in filter(str.isdigit, os.listdir("/proc")) if serves(p, place)]
+
+
+def serves(pid, place) -> bool:
+    """Is this a server, or a fork of one, that belongs to the grader of this test?"""
+    try:
+        variables = Path("/proc", pid, "environ").read_bytes()
+    except OSError:
+        return False
+    return str(place).encode() in variables
+
+
+def test_the_folder_for_the_tables_is_tried_first(tmp_path, monkeypatch, capsys):
+    hand_in(tmp_path / "class", "ada", submission(softmax=RIGHT))
+    monkeypatch.setattr("utils.grade.__main__.grade", lambda *_: 1 / 0)
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path / "class"), "--out", str(tmp_path / "file")]) == 2
+    assert "file cannot be written: " in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_no_printed_table(tmp_path, monkeypatch, capsys):
+    lesson = syllabus.lessons()[0]
+    submissions = [Submission("ada", lesson, tmp_path)]
+    grades = Grades([Result("ada", lesson, "softmax", "passed")], submissions, [])
+    monkeypatch.setattr("utils.grade.__main__.grade", lambda *_: grades)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tables.os, "replace", full)
+    assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr()
+    assert "ada  ✓" in shown.out
+    assert "No space left on device. What is printed above is complete." in shown.err
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_links_and_hidden_folders_are_left_out(tmp_path, capsys):
@@ -716,7 +842,7 @@ def test_links_and_hidden_folders_are_left_out(tmp_path, capsys):
         (tmp_path / "class" / "b.ipynb").symlink_to(tmp_path / "elsewhere.ipynb")
         os.mkfifo(tmp_path / "class" / "c.ipynb")
     (tmp_path / "class" / "d.ipynb").mkdir()
-    assert main([str(tmp_path / "class")]) == 2
+    assert main([str(tmp_path / "class"), "--out", str(tmp_path / "out")]) == 2
     assert "holds no notebook" in capsys.readouterr().err
 
 
@@ -724,11 +850,15 @@ def test_of_two_notebooks_of_a_lesson_the_one_with_its_name_counts(tmp_path):
     hand_in(tmp_path, "ada", submission(softmax=RIGHT))
     copy = tmp_path / "ada" / f"{START}-Copy1.ipynb"
     copy.write_text(json.dumps(submission(softmax=WRONG)), encoding="utf-8")
-    from utils.grade.submissions import collect
-
     (found,) = collect(tmp_path)
     assert found.cells["softmax"] == RIGHT
     assert "Copy1" in found.notes[0]
+
+
+def test_a_notebook_of_any_name_is_known_by_its_cells(tmp_path):
+    for file in ("00_backup", "02_attention"):
+        hand_in(tmp_path, file, submission(softmax=RIGHT), file)
+        assert read(tmp_path / file / f"{file}.ipynb", "ada").lesson.file == START
 
 
 def test_the_lesson_is_known_without_its_name_and_without_metadata(tmp_path):

@@ -10,7 +10,8 @@ import json
 import sys
 from types import FunctionType
 
-from utils.check.engine import _attempt, _reference_trial, evaluate
+from utils.check import running
+from utils.check.engine import evaluate
 from utils.check.exercise import Exercise
 from utils.check.time_limit import TimeUp, time_limit
 from utils.grade.namespace import Answer, load
@@ -45,7 +46,7 @@ def seconds_for(exercise) -> float:
 def warm(exercise):
     """What every fork needs: the reference's own results."""
     for requirement in exercise.requirements:
-        _reference_trial(exercise, requirement)
+        running.run_reference(exercise, requirement)
 
 
 def fingerprint() -> dict:
@@ -82,14 +83,15 @@ def changed(before: dict) -> list[str]:
 def passes_for_right(exercise, answer) -> bool:
     """Does a wrong answer pass every requirement?"""
     for requirement in exercise.requirements:
-        errors = _reference_trial(exercise, requirement).errors
-        if _attempt(requirement, answer, exercise.seconds, errors)[1] is not None:
+        errors = running.run_reference(exercise, requirement).errors
+        _, problem = running.run(requirement, answer, exercise.seconds, errors)
+        if problem is not None:
             return False
     return True
 
 
 def examine(answer: Answer, before: dict, wrong: list) -> bytes:
-    """The report on an answer, as JSON. wrong: faults that must be rejected."""
+    """The report on an answer, as JSON. wrong: answers that must be rejected."""
     exercise, checks = Exercise.registry[answer.name], sys.modules["utils.check"]
     try:
         with time_limit(CELL_SECONDS):
@@ -113,18 +115,27 @@ def examine(answer: Answer, before: dict, wrong: list) -> bytes:
         if meddled:
             lines = [f"It has changed {', '.join(f'`{n}`' for n in meddled)}."]
             return _json("failed", "tampered", answer, lines)
-        if any(passes_for_right(exercise, fault.implementation) for fault in wrong):
+        if any(passes_for_right(exercise, each) for each in wrong):
             lines = ["After it, the check accepts answers that are known to be wrong."]
             return _json("failed", "tampered", answer, lines)
-    lines = [*problems, *report.lines]
-    return _json(report.status, report.fault, answer, lines, report.title)
+    return _json(
+        report.status,
+        report.fault,
+        answer,
+        [*problems, *report.lines],
+        title=report.title,
+        explanation=report.explanation or report.difference,
+        unmet=report.unmet,
+    )
 
 
-def _json(status, fault, answer, lines, title=None) -> bytes:
+def _json(status, fault, answer, lines, title="", explanation="", unmet="") -> bytes:
     about = {
         "status": status,
         "fault": fault or "",
         "title": title or f"{answer.name}: not right yet",
         "lines": [str(line)[:2000] for line in lines[:60]],
+        "explanation": explanation[:2000],
+        "unmet": unmet[:2000],
     }
     return json.dumps(about).encode()

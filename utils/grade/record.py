@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from utils.check.engine import _attempt, _reference_trial
+from utils.check import running
 from utils.grade.replay import (
     Foreign,
     Script,
@@ -202,9 +202,10 @@ def _try_all(exercise, answer) -> list[str]:
     """The sentences of the requirements that an answer does not meet."""
     unmet = []
     for requirement in exercise.requirements:
-        errors = _reference_trial(exercise, requirement).errors
+        errors = running.run_reference(exercise, requirement).errors
         seconds = 10 * exercise.seconds
-        if _attempt(requirement, answer, seconds, errors)[1] is not None:
+        _, problem = running.run(requirement, answer, seconds, errors)
+        if problem is not None:
             unmet.append(requirement.sentence)
     return unmet
 

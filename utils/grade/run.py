@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import queue
+import tempfile
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -15,19 +16,37 @@ from utils.grade import rules
 from utils.grade.namespace import Answer
 from utils.grade.server import Client, Gone
 from utils.grade.submissions import Submission, collect, defined, parse, runnable
+from utils.imports import IMPORT, import_lines
 from utils.progress import progress
 
 PASSED, FAILED, TODO, MISSING, ERROR = "passed", "failed", "todo", "missing", "error"
+UNGRADED = "ungraded"
+
+# The grader's own reasons, which stand where a fault's name does.
+REASONS = {
+    "broke_the_check": "The check broke on it.",
+    "forbidden": "It reaches for what no answer needs.",
+    "grader": "The grader failed on it.",
+    "no_verdict": "Its process ended before there was a verdict.",
+    "not_defined": "Its cell does not define it, or stops before that.",
+    "not_reproduced": "Without checks beside it, it gives other results.",
+    "tampered": "It has changed the check, or torch.",
+    "time_limit": "Its cell does not come to an end.",
+    "unreadable": "The notebook cannot be read.",
+}
 
 
 @dataclass
 class Result:
     """What came of one exercise of one learner.
 
-    status: passed, failed, todo (not written), missing (no such cell), or error (it
-    could not be judged, which earns nothing either). fault: the short name of the
-    mistake, or of the reason. blind: how many of its results were seen a second
-    time, without the checks.
+    status: passed, failed, todo (not written), missing (no such cell), error (it
+        could not be judged, which earns nothing either), or ungraded (the grader was
+        stopped before).
+    fault: the short name of the mistake, or one of `REASONS`.
+    explanation: what the mistake is, or how the result differs.
+    unmet: the requirement that is not met.
+    blind: how many of its results were seen a second time, without the checks.
     """
 
     learner: str
@@ -37,7 +56,10 @@ class Result:
     fault: str = ""
     title: str = ""
     lines: list[str] = field(default_factory=list)
+    explanation: str = ""
+    unmet: str = ""
     blind: int = 0
+    graded: bool = False
 
     @property
     def possible(self) -> int:
@@ -52,17 +74,23 @@ class Result:
 class Grades:
     """All results, in the order of learners, lessons and exercises.
 
-    unread: notebooks that could not be graded at all. unprotected: what this machine
-    does not protect against, as sentences.
+    unread: notebooks that could not be graded at all.
+    unprotected: what this machine does not protect against, as sentences.
+    stopped_by: what ended the grading before its time, if anything.
     """
 
     results: list[Result]
     submissions: list[Submission]
     unprotected: list[str]
+    stopped_by: BaseException | None = None
 
     @property
     def unread(self) -> list[Submission]:
         return [each for each in self.submissions if each.problem]
+
+    @property
+    def n_ungraded(self) -> int:
+        return sum(each.status == UNGRADED for each in self.results)
 
     @property
     def learners(self) -> list[str]:
@@ -70,7 +98,10 @@ class Grades:
 
 
 def grade(folder: Path, only: list[str] = (), jobs: int | None = None) -> Grades:
-    """Grade every notebook in `folder`, or only those of some lessons."""
+    """Grade every notebook in `folder`, or only those of some lessons.
+
+    Ctrl-C, or an error, ends it early: what is graded until then is returned.
+    """
     submissions = collect(Path(folder), only)
     results, waiting = [], queue.SimpleQueue()
     for submission in submissions:
@@ -83,25 +114,51 @@ def grade(folder: Path, only: list[str] = (), jobs: int | None = None) -> Grades
                 _fail(result, MISSING, "", f"There is no cell for `{name}`.")
             else:
                 waiting.put((result, submission.cells))
-    jobs = max(1, min(jobs or os.cpu_count() or 1, 16, waiting.qsize()))
+                continue
+            result.graded = True
+    n_waiting = waiting.qsize()
+    jobs = max(1, min(jobs or os.cpu_count() or 1, 16, n_waiting))
     done = queue.SimpleQueue()
     calibration = Calibration()
-    graders = [Grader(waiting, done, calibration) for _ in range(jobs)]
-    total = waiting.qsize()
-    unprotected = graders[0].unprotected() if total else []
-    for each in graders:
-        each.start()
-    try:
-        for _ in progress(total, "exercises"):
-            done.get()
-    finally:
-        for each in graders:
-            each.stop()
-    return Grades(results, submissions, unprotected)
+    grades = Grades(results, submissions, [])
+    with tempfile.TemporaryDirectory(
+        prefix="grade-", ignore_cleanup_errors=True
+    ) as place:
+        graders = [Grader(waiting, done, calibration, place) for _ in range(jobs)]
+        try:
+            grades.unprotected = graders[0].unprotected() if n_waiting else []
+            for each in graders:
+                each.start()
+            for _ in progress(n_waiting, "exercises"):
+                _next(done).graded = True
+        except (KeyboardInterrupt, Exception) as error:
+            grades.stopped_by = error
+        finally:
+            for each in graders:
+                each.stop()
+    while not done.empty():
+        done.get().graded = True
+    grades.results = [each if each.graded else _ungraded(each) for each in results]
+    return grades
+
+
+def _next(done) -> Result:
+    while True:
+        try:
+            return done.get(timeout=1)  # without a time, Windows waits through Ctrl-C
+        except queue.Empty:
+            continue
+
+
+def _ungraded(result) -> Result:
+    """In the place of a result that a stopped grader may still be writing into."""
+    title = f"{result.exercise}: not graded"
+    return Result(result.learner, result.lesson, result.exercise, UNGRADED, title=title)
 
 
 def _fail(result, status, fault, *lines):
     result.status, result.fault, result.lines = status, fault, list(lines)
+    result.explanation = REASONS.get(fault, "")
     words = {ERROR: "could not be judged", MISSING: "missing", FAILED: "not right yet"}
     result.title = f"{result.exercise}: {words[status]}"
 
@@ -109,10 +166,10 @@ def _fail(result, status, fault, *lines):
 class Grader(threading.Thread):
     """Takes exercises from a queue; has an engine and a blind process of its own."""
 
-    def __init__(self, waiting, done, calibration):
+    def __init__(self, waiting, done, calibration, folder=None):
         super().__init__(daemon=True)
         self.waiting, self.done, self.calibration = waiting, done, calibration
-        self.engine, self.blind = Client("engine"), Client("blind")
+        self.engine, self.blind = Client("engine", folder), Client("blind", folder)
         self.stopped = False
 
     def unprotected(self) -> list[str]:
@@ -120,8 +177,8 @@ class Grader(threading.Thread):
 
     def stop(self):
         self.stopped = True
-        self.engine.close()
-        self.blind.close()
+        self.engine.stop()
+        self.blind.stop()
 
     def run(self):
         while not self.stopped:
@@ -135,6 +192,8 @@ class Grader(threading.Thread):
                 _fail(result, ERROR, "no_verdict", _sentence(str(reason)))
             except Exception as error:  # one submission must not stop the others
                 _fail(result, ERROR, "grader", f"The grader failed: {error!r}"[:300])
+            if self.stopped:
+                break
             self.done.put(result)
         self.engine.close()
         self.blind.close()
@@ -155,6 +214,8 @@ class Grader(threading.Thread):
             return
         result.status, result.fault = about["status"], about["fault"]
         result.title, result.lines = about["title"], about["lines"]
+        result.unmet = about["unmet"]
+        result.explanation = REASONS.get(result.fault) or about["explanation"]
         if result.status == PASSED:
             self.look_blindly(result, answer)
 
@@ -233,7 +294,7 @@ def answer_of(lesson, name: str, cells: dict[str, str]) -> Answer:
     return Answer(
         name,
         [runnable(cells[n]) for n in _needed(lesson, name, cells)],
-        _imports(lesson.file, name),
+        lesson.imports,
         before,
         {slug: _module(slug) for slug in set(before.values())},
     )
@@ -261,56 +322,18 @@ def _used(source) -> set[str]:
 
 def _bound(source) -> set[str]:
     tree = parse(source)
-    imports = [n for n in tree.body if isinstance(n, IMPORTS)] if tree else []
-    names = {a.asname or a.name.split(".")[0] for n in imports for a in n.names}
-    return names | defined(source)
-
-
-IMPORTS = (ast.Import, ast.ImportFrom)
-
-
-@cache
-def _imports(file: str, name: str) -> list[str]:
-    """The import lines above an exercise in the instructor's notebook."""
-    found = []
-    for cell in _notebook("notebooks", file)["cells"]:
-        if _id(cell) == name:
-            break
-        tree = parse("".join(cell["source"])) if cell["cell_type"] == "code" else None
-        bootstrap = "bootstrap" in cell["metadata"].get("tags", [])
-        body = tree.body if tree and not bootstrap else []
-        # What decides on imports (`try: import triton`) belongs to them.
-        deciding = all(isinstance(n, (*IMPORTS, ast.If, ast.Try)) for n in body)
-        for node in body:
-            plain = isinstance(node, IMPORTS)
-            if (plain and not _own_tool(node)) or (deciding and not plain):
-                found.append(ast.unparse(node))
-    return found
-
-
-def _own_tool(node) -> bool:
-    names = [node.module] if isinstance(node, ast.ImportFrom) else []
-    names = names or [alias.name for alias in node.names]
-    return any((each or "").split(".")[0] == "utils" for each in names)
-
-
-@cache
-def _notebook(folder: str, file: str) -> dict:
-    path = syllabus.ROOT / folder / f"{file}.ipynb"
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _id(cell) -> str | None:
-    return cell["metadata"].get("nbgrader", {}).get("grade_id")
+    imports = [n for n in tree.body if isinstance(n, IMPORT)] if tree else []
+    return {name for n in imports for name in import_lines(n)} | defined(source)
 
 
 def solved(lesson) -> dict[str, str]:
     """The reference's exercise cells, from the solution notebook."""
-    return {
-        _id(cell): "".join(cell["source"])
-        for cell in _notebook("solutions", lesson.file)["cells"]
-        if _id(cell) in lesson.exercises
+    path = syllabus.ROOT / "solutions" / f"{lesson.file}.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    by_id = {
+        cell["metadata"].get("nbgrader", {}).get("grade_id"): cell for cell in cells
     }
+    return {name: "".join(by_id[name]["source"]) for name in lesson.exercises}
 
 
 @cache

@@ -59,8 +59,8 @@ def run(function, seconds: float) -> Ending:
     key = os.urandom(32)
     reading, writing = os.pipe()
     root = tempfile.mkdtemp(prefix="grade-") if LINUX else None
-    warden = os.fork()
-    if warden == 0:
+    supervisor = os.fork()
+    if supervisor == 0:
         code = 99
         try:
             os.close(reading)
@@ -69,7 +69,7 @@ def run(function, seconds: float) -> Ending:
             os._exit(code)
     os.close(writing)
     try:
-        received, code = _receive(reading, warden, seconds + 10)
+        received, code = _receive(reading, supervisor, seconds + 10)
     finally:
         os.close(reading)
         if root:
@@ -94,8 +94,8 @@ def verified(key: bytes, received: bytes) -> Ending:
 STOPPED = 98
 
 
-def _receive(reading, warden, seconds):
-    """Everything that comes through the pipe until the warden has ended."""
+def _receive(reading, supervisor, seconds):
+    """Everything that comes through the pipe until the supervisor has ended."""
     os.set_blocking(reading, False)
     end = time.monotonic() + seconds
     received, code, wait = bytearray(), None, 0.002
@@ -105,26 +105,28 @@ def _receive(reading, warden, seconds):
         if block and len(received) <= ANSWER:
             received += block
         if code is None:
-            done, status = os.waitpid(warden, os.WNOHANG)
+            done, status = os.waitpid(supervisor, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
         elif not block:
             return bytes(received), code
         if time.monotonic() > end:
             if code is None:
-                os.kill(warden, signal.SIGKILL)
-                os.waitpid(warden, 0)
+                os.kill(supervisor, signal.SIGKILL)
+                os.waitpid(supervisor, 0)
             return bytes(received), STOPPED
-        if block == b"":  # closed, and the warden is still at work
+        if block == b"":  # closed, and the supervisor is still at work
             time.sleep(wait)
         wait = min(2 * wait, 0.02)
 
 
-# The warden: starts the learner's process, ends it, and all that it started -----------
+# The supervisor: starts the learner's process, ends it, and all that it started -------
 
 
 def _watch(function, key, writing, seconds, root) -> int:
     os.setsid()
+    if LINUX:  # it must not outlive a grader that is stopped
+        _libc().prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     _silence(writing)
     lacks = _separate()
     user = 2_000_000 + os.getpid() % 100_000  # for this process alone

@@ -31,13 +31,20 @@ class Gone(Exception):
 
 
 class Client:
-    """Talks to one server of a kind, and starts another if it is gone."""
+    """Talks to one server of a kind, and starts another if it is gone.
 
-    def __init__(self, kind: str):
+    folder: for the server's temporary files.
+    """
+
+    def __init__(self, kind: str, folder: str | None = None):
         self.kind = kind
+        self.folder = folder
         self.process = None
+        self.stopped = False
 
     def ask(self, what: str, *args, seconds: float = 300):
+        if self.stopped:
+            raise Gone("the grader was stopped")
         if self.process is None:
             self._start()
         process = self.process
@@ -60,13 +67,22 @@ class Client:
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONWARNINGS": "ignore",
         }
+        place = {name: self.folder for name in ("TMPDIR", "TEMP") if self.folder}
+        new_group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # on Windows
         self.process = subprocess.Popen(
             [sys.executable, "-m", MODULE, self.kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=syllabus.ROOT,
-            env={**kept, **one_thread, **no_gpu},
+            env={**kept, **one_thread, **no_gpu, **place},
+            start_new_session=os.name == "posix",  # Ctrl-C is for the grader alone
+            creationflags=new_group,
         )
+
+    def stop(self):
+        """Close, and start no other."""
+        self.stopped = True
+        self.close()
 
     def close(self):
         process, self.process = self.process, None
@@ -148,23 +164,27 @@ class Engine:
     """Holds the checks."""
 
     def __init__(self):
-        from utils.check.engine import import_specifications
+        from utils.check.exercise import load_all
 
-        import_specifications()
+        load_all()
+        syllabus.lessons()  # read now: a confined process does not see the file
         self.scripts = {}
         self.before = None
 
     def examine(self, answer) -> dict:
         from utils.check.exercise import Exercise
+        from utils.check.fault import faulty_answer
         from utils.grade import examine
 
         exercise = Exercise.registry[answer.name]
         preload(answer)
         examine.warm(exercise)
         self.before = examine.fingerprint()
-        wrong = random.sample(
-            exercise.faults, min(examine.KNOWN_WRONG, len(exercise.faults))
-        )
+        n_wrong = min(examine.KNOWN_WRONG, len(exercise.faults))
+        wrong = [
+            faulty_answer(fault, exercise)
+            for fault in random.sample(exercise.faults, n_wrong)
+        ]
         ending = confined(
             lambda: examine.examine(answer, self.before, wrong),
             examine.seconds_for(exercise),

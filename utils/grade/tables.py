@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import io
+import os
 import re
 import unicodedata
 from collections import Counter
@@ -12,10 +13,24 @@ from xml.etree import ElementTree
 
 from utils import syllabus
 from utils.display import box, code
-from utils.grade.run import ERROR, FAILED, MISSING, PASSED, TODO, Grades, Result
+from utils.grade.run import (
+    ERROR,
+    FAILED,
+    MISSING,
+    PASSED,
+    TODO,
+    UNGRADED,
+    Grades,
+    Result,
+)
 
-WORDS = {PASSED: "✓", TODO: "not written", MISSING: "missing"}
-BOX = {PASSED: "passed", FAILED: "failed", TODO: "todo", MISSING: "todo"}
+WORDS = {
+    PASSED: "✓",
+    TODO: "not written",
+    MISSING: "missing",
+    UNGRADED: "not graded",
+}
+BOX = {PASSED: "passed", TODO: "todo", MISSING: "todo", UNGRADED: "todo"}
 
 
 def word(result: Result) -> str:
@@ -34,8 +49,8 @@ def _rows(grades: Grades):
 
 
 def as_text(grades: Grades) -> str:
-    """A table a lesson, learners by exercises, and the faults of the class."""
-    pieces = []
+    """A table per lesson, learners by exercises, and the faults of the class."""
+    pieces = partial(grades)
     rows = _rows(grades)
     for lesson in syllabus.lessons():
         table = [["", *lesson.exercises, "points"]]
@@ -50,6 +65,14 @@ def as_text(grades: Grades) -> str:
         pieces.append(f"{each.learner}: {_shown(each.path.name)}: {each.problem}.")
     pieces.append(faults_as_text(grades))
     return "\n\n".join(piece for piece in pieces if piece) + "\n"
+
+
+def partial(grades: Grades) -> list[str]:
+    """A sentence, if not everything is graded."""
+    total, left = len(grades.results), grades.n_ungraded
+    if not left:
+        return []
+    return [f"Partial: {total - left} of {total} exercises are graded."]
 
 
 def _aligned(table) -> str:
@@ -78,20 +101,25 @@ def _shown(name: str) -> str:
 
 
 def faults(grades: Grades) -> list[tuple[str, str, int, str]]:
-    """Exercise, fault, how many learners made it, and what the fault is."""
-    counts: Counter = Counter()
-    sentences = {}
-    for result in grades.results:
-        if result.status in (FAILED, ERROR):
-            key = (result.exercise, word(result))
-            counts[key] += 1
-            what = [line for line in result.lines if line.startswith("What happened: ")]
-            text = what[0].removeprefix("What happened: ") if what else ""
-            sentences.setdefault(key, text or (result.lines or [""])[0])
-    return [
-        (*key, n, sentences[key])
-        for key, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    ]
+    """Exercise, fault, how many learners made it, and what the fault is.
+
+    Failures without a name are counted by the requirement that is not met.
+    """
+    counts = Counter(
+        (result.exercise, word(result), _sentence(result))
+        for result in grades.results
+        if result.status in (FAILED, ERROR)
+    )
+    found = [(*key[:2], n, key[2]) for key, n in counts.items()]
+    return sorted(found, key=lambda row: (-row[2], row))
+
+
+def _sentence(result: Result) -> str:
+    if result.fault:
+        return result.explanation
+    if result.unmet:
+        return f"Not met: {result.unmet}."
+    return (result.lines or [""])[0]
 
 
 def faults_as_text(grades: Grades) -> str:
@@ -106,7 +134,7 @@ def faults_as_text(grades: Grades) -> str:
 
 
 def as_csv(grades: Grades) -> str:
-    """One line a learner and exercise."""
+    """One line per learner and exercise."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
@@ -137,7 +165,7 @@ def _no_formula(text: str) -> str:
 
 
 def as_junit(grades: Grades) -> str:
-    """A suite a learner and lesson, a case an exercise."""
+    """A suite per learner and lesson, a case per exercise."""
     top = ElementTree.Element("testsuites")
     for (learner, file), results in _rows(grades).items():
         suite = ElementTree.SubElement(
@@ -147,6 +175,7 @@ def as_junit(grades: Grades) -> str:
             tests=str(len(results)),
             failures=str(sum(r.status in (FAILED, TODO, MISSING) for r in results)),
             errors=str(sum(r.status == ERROR for r in results)),
+            skipped=str(sum(r.status == UNGRADED for r in results)),
         )
         for r in results:
             case = ElementTree.SubElement(
@@ -156,7 +185,7 @@ def as_junit(grades: Grades) -> str:
                 name=r.exercise,
             )
             if r.status != PASSED:
-                kind = "error" if r.status == ERROR else "failure"
+                kind = {ERROR: "error", UNGRADED: "skipped"}.get(r.status, "failure")
                 about = ElementTree.SubElement(case, kind, message=word(r))
                 about.text = _for_xml("\n".join([r.title, *r.lines]))
     ElementTree.indent(top)
@@ -167,7 +196,7 @@ def _for_xml(text: str) -> str:
     return re.sub(r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
-# A page a learner ---------------------------------------------------------------------
+# A page per learner -------------------------------------------------------------------
 
 STYLE = (
     "body { font-family: sans-serif; max-width: 60em; margin: 2em auto } "
@@ -211,7 +240,7 @@ def learner_page(grades: Grades, learner: str) -> str:
 def class_page(grades: Grades) -> str:
     """All learners, with links to their pages, and the faults of the class."""
     rows = _rows(grades)
-    body = []
+    body = [f"<p>{escape(sentence)}</p>" for sentence in partial(grades)]
     for lesson in syllabus.lessons():
         lines = []
         for (learner, file), results in rows.items():
@@ -248,8 +277,21 @@ def _page(title, body) -> str:
     )
 
 
+# The files ----------------------------------------------------------------------------
+
+
+def try_folder(out: Path) -> None:
+    """Make the folder, and see that it can be written: an `OSError` says why not."""
+    out.mkdir(parents=True, exist_ok=True)
+    probe = out / ".probe"
+    try:
+        probe.write_bytes(b"probe")
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 def write(grades: Grades, out: Path) -> None:
-    """All of it into one folder."""
+    """All of it into one folder; a file is replaced when it is whole."""
     out.mkdir(parents=True, exist_ok=True)
     files = {
         "grades.txt": as_text(grades),
@@ -258,5 +300,10 @@ def write(grades: Grades, out: Path) -> None:
         "index.html": class_page(grades),
         **{page_name(each): learner_page(grades, each) for each in grades.learners},
     }
-    for name, text in files.items():
-        (out / name).write_bytes(text.encode("utf-8", "replace"))
+    unfinished = out / ".unfinished"
+    try:
+        for name, text in files.items():
+            unfinished.write_bytes(text.encode("utf-8", "replace"))
+            os.replace(unfinished, out / name)
+    finally:
+        unfinished.unlink(missing_ok=True)
