@@ -1,10 +1,18 @@
-"""Which tests share a worker of pytest-xdist, with `--dist loadfile`."""
+"""Which notebooks are tests, and which tests share a worker of pytest-xdist."""
 
 import pytest
 
 from utils import syllabus
 
 EXERCISES = "tests/test_exercises.py"
+
+
+def pytest_ignore_collect(collection_path):
+    """Copies of notebooks are no tests, unless they are asked for by name."""
+    if collection_path.suffix != ".ipynb":
+        return None
+    files = {lesson.file for lesson in syllabus.lessons()}
+    return True if collection_path.stem not in files else None
 
 
 @pytest.hookimpl(optionalhook=True)

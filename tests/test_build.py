@@ -30,6 +30,26 @@ def test_built_files_match_their_sources():
     assert build.build(check=True, only=[], force=False) == []
 
 
+def test_a_copy_of_a_notebook_is_no_leftover(tmp_path, monkeypatch):
+    """What a learner has put aside is kept; the notebook of a lost lesson goes."""
+    for folder in ("notebooks", "solutions"):
+        (tmp_path / folder).mkdir()
+    built = (syllabus.ROOT / "notebooks" / "00_start.ipynb").read_text("utf-8")
+    for name, text in {
+        "00_start": built,
+        "00_backup": built,
+        "damaged": "{",
+        "77_lost": built.replace("00_start", "77_lost"),
+    }.items():
+        (tmp_path / "notebooks" / f"{name}.ipynb").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    output = build.Output(check=False)
+    build._remove_notebooks_without_lesson([LessonSource(LESSON)], output)
+    left = {path.stem for path in (tmp_path / "notebooks").iterdir()}
+    assert left == {"00_start", "00_backup", "damaged"}
+    assert output.changed == ["notebooks/77_lost.ipynb"]
+
+
 @pytest.fixture
 def root(tmp_path):
     """A course with one lesson that a test may damage."""

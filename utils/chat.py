@@ -5,6 +5,7 @@ import os
 import sys
 
 from utils import real_model
+from utils.display import any_encoding
 from utils.errors import CourseError
 
 
@@ -57,6 +58,7 @@ def chat(model, tokenizer, sample, chosen, read=input, write=print, **cache) -> 
 
 
 def main(arguments=None) -> int:
+    any_encoding()
     chosen = options(arguments)
     os.environ["COURSE_PARTS"] = chosen.parts
     try:

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from utils import triton_mode  # noqa: F401, before anything imports Triton
 from utils.cost import peak_bytes
+from utils.display import any_encoding
 from utils.errors import CourseError
 
 RECORDED = Path(__file__).parent / "recorded" / "flash_attention.json"
@@ -388,6 +389,7 @@ def draw(axes, measured, **wanted) -> None:
 
 
 def main(arguments=None) -> int:
+    any_encoding()
     parser = argparse.ArgumentParser(
         prog="python -m utils.flash_bench", description=__doc__.split("\n")[0]
     )

@@ -115,5 +115,10 @@ def _remove_notebooks_without_lesson(sources, output):
     lessons = {source.file for source in sources}
     for folder in ("notebooks", "solutions"):
         for path in (ROOT / folder).glob("*.ipynb"):
-            if path.stem not in lessons:
+            if path.stem not in lessons and _built_as(path.stem, path):
                 output.remove(path)
+
+
+def _built_as(file: str, path: Path) -> bool:
+    """Not a copy that somebody made: its first cell starts another lesson."""
+    return f'start(\\"{file}\\"' in path.read_text(encoding="utf-8", errors="replace")

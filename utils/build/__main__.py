@@ -9,9 +9,11 @@ import argparse
 import sys
 
 from utils.build import BuildError, build
+from utils.display import any_encoding
 
 
 def main(arguments=None) -> int:
+    any_encoding()
     parser = argparse.ArgumentParser(prog="python -m utils.build", description=__doc__)
     parser.add_argument("lessons", nargs="*", help="execute only these, 02_attention …")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1")
