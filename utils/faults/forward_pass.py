@@ -1,0 +1,1 @@
+"""Lesson 08: mistakes in the decoder, in sampling, and in counting."""
