@@ -9,22 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from solutions import attention as reference
-from utils.check import evaluate
+from tests.answers import fails, passes
 from utils.exercises.attention import slow_attention, slow_weights, some_mask
 from utils.probe import probe
-
-
-def passes(answer, name):
-    report = evaluate(answer, name)
-    assert report.status == "passed", report.message
-
-
-def fails(answer, name, fault=None):
-    report = evaluate(answer, name)
-    assert report.status == "failed", report.message
-    if fault is not None:
-        assert report.fault == fault, report.message
-
 
 # Oracles ------------------------------------------------------------------------------
 
@@ -293,11 +280,15 @@ def test_other_right_layers_pass(answer):
     passes(answer, "SelfAttention")
 
 
-# Wrong answers that no fault lists ----------------------------------------------------
+# Wrong answers that neither a fault lists nor a mutant gives --------------------------
 
 
-def no_mask_after(f):
-    """Weights from a function of the scores, with a right mask."""
+def scores_of(q, k):
+    return q @ k.mT / math.sqrt(q.shape[-1])
+
+
+def unmasked(f):
+    """Weights from a function of queries and keys, with a right mask."""
 
     def attention_weights(q, k, mask=None):
         w = f(q, k)
@@ -306,67 +297,26 @@ def no_mask_after(f):
     return attention_weights
 
 
-def cosine(q, k):
-    return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).softmax(-1)
-
-
-def by_distance(q, k):
-    return (-torch.cdist(q, k) / math.sqrt(q.shape[-1])).softmax(-1)
-
-
-def root_of_queries(q, k):
-    return (q @ k.mT / math.sqrt(q.shape[-2])).softmax(-1)
-
-
-def rounded_root(q, k):
-    return (q @ k.mT // math.sqrt(q.shape[-1])).softmax(-1)
-
-
-def over_keys_and_queries(q, k):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.flatten(-2).softmax(-1).view_as(scores)
-
-
 def first_head_for_all(q, k):
-    w = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+    w = scores_of(q, k).softmax(-1)
     return w[..., :1, :, :].expand_as(w) if w.dim() > 2 else w
 
 
-def hardened(q, k):
-    w = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
-    return F.one_hot(w.argmax(-1), k.shape[-2]).to(q.dtype)
+SCORES = {
+    "by distance": lambda q, k: (-torch.cdist(q, k)).softmax(-1),
+    "over keys and queries": lambda q, k: (
+        scores_of(q, k).flatten(-2).softmax(-1).view_as(scores_of(q, k))
+    ),
+    "first head for all": first_head_for_all,
+    "rounded": lambda q, k: scores_of(q, k).softmax(-1).round(decimals=3),
+    "integer root": lambda q, k: (q @ k.mT / math.isqrt(q.shape[-1])).softmax(-1),
+}
 
 
-def rounded(q, k):
-    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1).round(decimals=3)
-
-
-def constant_four(q, k):
-    return (q @ k.mT / 4).softmax(-1)
-
-
-def integer_root(q, k):
-    return (q @ k.mT / math.isqrt(q.shape[-1])).softmax(-1)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        cosine,
-        by_distance,
-        root_of_queries,
-        rounded_root,
-        over_keys_and_queries,
-        first_head_for_all,
-        hardened,
-        rounded,
-        constant_four,
-        integer_root,
-    ],
-)
-def test_other_wrong_scores_fail(wrong):
-    weights = no_mask_after(wrong)
-    fails(weights, "attention_weights")
+@pytest.mark.parametrize("name", SCORES)
+def test_wrong_scores_are_rejected_without_a_wrong_name(name):
+    weights = unmasked(SCORES[name])
+    assert fails(weights, "attention_weights").fault is None
     fails(lambda q, k, v, mask=None: weights(q, k, mask) @ v, "attention")
 
 
@@ -374,75 +324,60 @@ def masked(change):
     """Right without a mask; `change(scores, mask)` gives the weights with one."""
 
     def attention_weights(q, k, mask=None):
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = scores_of(q, k)
         return scores.softmax(-1) if mask is None else change(scores, mask)
 
     return attention_weights
 
 
+def zeroed(weights, mask):
+    return weights.masked_fill(~mask, 0)
+
+
 MASKED = {
-    "filled_with_minus_1e9": (
+    "filled with −1e9": (
         lambda s, m: s.masked_fill(~m, -1e9).softmax(-1),
         "finite_instead_of_infinite",
     ),
-    "filled_with_minus_100": (
-        lambda s, m: s.masked_fill(~m, -100.0).softmax(-1).masked_fill(~m, 0),
+    "filled with −100": (
+        lambda s, m: zeroed(s.masked_fill(~m, -100.0).softmax(-1), m),
         None,
     ),
-    "minus_1e4_and_zeroed": (
-        lambda s, m: s.masked_fill(~m, -1e4).softmax(-1).masked_fill(~m, 0),
-        None,
+    "filled with −65504": (
+        lambda s, m: zeroed(s.masked_fill(~m, -65504.0).softmax(-1), m),
+        "hidden_scores_end_at_65504",
     ),
-    "large_number_times_mask": (
-        lambda s, m: (s - 1e9 * (~m).to(s.dtype)).softmax(-1),
-        None,
-    ),
-    "log_of_mask": (
+    "log of the mask": (
         lambda s, m: (s + m.to(s.dtype).log()).softmax(-1),
         "nan_where_all_is_hidden",
     ),
-    "log_of_mask_cleaned": (
+    "log of the mask, cleaned": (
         lambda s, m: (s + m.to(s.dtype).log()).softmax(-1).nan_to_num(),
         "nan_in_the_gradient",
     ),
-    "log_of_mask_zeroed": (
-        lambda s, m: (s + m.to(s.dtype).log()).softmax(-1).masked_fill(~m, 0),
-        "nan_in_the_gradient",
+    "renormalised": (
+        lambda s, m: (lambda w: w / w.sum(-1, keepdim=True))(s.softmax(-1) * m),
+        "renormalised_after_softmax",
     ),
-    "renormalised_with_a_clamp": (
-        lambda s, m: (
-            (s.softmax(-1) * m)
-            / (s.softmax(-1) * m).sum(-1, keepdim=True).clamp(min=1e-9)
-        ),
-        None,
+    "renormalised, cleaned": (
+        lambda s, m: (lambda w: w / w.sum(-1, keepdim=True))(
+            s.softmax(-1) * m
+        ).nan_to_num(),
+        "renormalised_without_nan",
     ),
-    "only_whole_rows": (
+    "only whole rows": (
         lambda s, m: s.softmax(-1).masked_fill(~m.any(-1, keepdim=True), 0),
         "mask_ignored",
     ),
-    "square_masks_only": (
+    "square masks only": (
         lambda s, m: (
-            s.masked_fill(~m, -torch.inf).softmax(-1).masked_fill(~m, 0)
+            zeroed(s.masked_fill(~m, -torch.inf).softmax(-1), m)
             if m.dim() == 2
             else s.softmax(-1)
         ),
         None,
     ),
-    "turned_round": (
-        lambda s, m: (
-            s.masked_fill(~m.mT, -torch.inf).softmax(-1)
-            if m.shape[-1] == m.shape[-2]
-            else s.masked_fill(~m, -torch.inf).softmax(-1).masked_fill(~m, 0)
-        ),
-        None,
-    ),
-    "empty_rows_left_open": (
-        lambda s, m: s.masked_fill(~(m | ~m.any(-1, keepdim=True)), -torch.inf).softmax(
-            -1
-        ),
-        None,
-    ),
-    "empty_rows_with_a_branch_on_the_whole": (
+    "a branch on the whole": (
         lambda s, m: (
             s.masked_fill(~m, -torch.inf).softmax(-1)
             if m.any()
@@ -450,224 +385,81 @@ MASKED = {
         ),
         "nan_where_all_is_hidden",
     ),
-    "mask_in_place": (
-        lambda s, m: (
-            s.masked_fill(m.logical_not_(), -torch.inf).softmax(-1).masked_fill(m, 0)
-        ),
+    "mask changed in place": (
+        lambda s, m: zeroed(s.masked_fill(m.logical_not_(), -torch.inf).softmax(-1), m),
         None,
     ),
 }
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_other_wrong_masking_fails(name):
+def test_wrong_masking_is_rejected(name):
     change, fault = MASKED[name]
     weights = masked(change)
     fails(weights, "attention_weights", fault)
     fails(lambda q, k, v, mask=None: weights(q, k, mask) @ v, "attention", fault)
 
 
-def test_other_wrong_attention_fails():
-    right = reference.attention_weights
-
-    def in_place(q, k, v, mask=None):
-        q /= math.sqrt(q.shape[-1])
-        return right(q * math.sqrt(q.shape[-1]), k, mask) @ v
-
-    def no_gradient(q, k, v, mask=None):
-        with torch.no_grad():
-            return right(q, k, mask) @ v
-
-    def values_detached(q, k, v, mask=None):
-        return right(q, k, mask) @ v.detach()
-
-    def weights_detached(q, k, v, mask=None):
-        return right(q, k, mask).detach() @ v
-
-    def values_masked(q, k, v, mask=None):
-        return (
-            right(q, k) @ v if mask is None else right(q, k, mask).mul(mask) @ (2 * v)
-        )
-
-    def causal_anyway(q, k, v, mask=None):
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-
-    def keys_as_values(q, k, v, mask=None):
-        return right(q, k, mask) @ k[..., : v.shape[-1]]
-
-    def with_dropout(q, k, v, mask=None):
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.2)
-
-    def returns_nothing(q, k, v, mask=None):
-        right(q, k, mask) @ v
-
-    for wrong in (
-        in_place,
-        no_gradient,
-        values_detached,
-        weights_detached,
-        values_masked,
-        causal_anyway,
-        keys_as_values,
-        with_dropout,
-        returns_nothing,
-    ):
-        fails(wrong, "attention")
+def test_hidden_scores_of_65504_let_a_low_score_lose():
+    q, k = torch.tensor([[300.0]]), torch.tensor([[-300.0], [1.0]])
+    mask = torch.tensor([[True, False]])
+    assert reference.attention_weights(q, k, mask).tolist() == [[1.0, 0.0]]
+    wrong = masked(MASKED["filled with −65504"][0])
+    assert wrong(q, k, mask).tolist() == [[0.0, 0.0]]
 
 
-def test_other_wrong_causal_masks_fail():
-    right = reference.causal_mask
-
-    def square_if_small(t_q, t_k=None):
-        return right(t_q, t_q if t_k is None or t_q > 1 else t_k)
-
-    def one_query_only(t_q, t_k=None):
-        mask = right(t_q, t_k)
-        return mask[-1:] if t_q == 1 else mask.clone().fill_(True)
-
-    def assertion(t_q, t_k=None):
-        assert t_k is None or t_q <= t_k, f"{t_q} {t_k}"
-        return right(t_q, t_k)
-
-    def silent(t_q, t_k=None):
-        if t_k is not None and t_q > t_k:
-            raise ValueError("too many queries")
-        return right(t_q, t_k)
-
-    def first_row_open(t_q, t_k=None):
-        mask = right(t_q, t_k)
-        mask[0] = True
-        return mask
-
-    def needs_keys(t_q, t_k):
-        return right(t_q, t_k)
-
-    def as_list(t_q, t_k=None):
-        return right(t_q, t_k).tolist()
-
-    def windowed(t_q, t_k=None):
-        mask = right(t_q, t_k)
-        return mask & mask.triu(mask.shape[1] - t_q - 4)
-
-    for wrong in (
-        square_if_small,
-        one_query_only,
-        assertion,
-        silent,
-        first_row_open,
-        needs_keys,
-        as_list,
-        windowed,
-    ):
-        fails(wrong, "causal_mask")
+right = reference.attention_weights
 
 
-def test_other_wrong_padding_masks_fail():
-    def rows_of_zero_open(lengths, t_k):
-        return reference.padding_mask(lengths.clamp(min=1), t_k)
-
-    def square(lengths, t_k):
-        real = reference.padding_mask(lengths, t_k)
-        return real & real.mT
-
-    def as_numbers(lengths, t_k):
-        return reference.padding_mask(lengths, t_k).long()
-
-    def clamps_in_place(lengths, t_k):
-        return reference.padding_mask(lengths.clamp_(max=4), t_k)
-
-    def squeezed(lengths, t_k):
-        return reference.padding_mask(lengths, t_k).squeeze(0)
-
-    def by_list(lengths, t_k):
-        rows = [[i < n for i in range(t_k)] for n in lengths.tolist()]
-        return torch.tensor(rows)[:, None]
-
-    for wrong in (
-        rows_of_zero_open,
-        square,
-        as_numbers,
-        clamps_in_place,
-        squeezed,
-        by_list,
-    ):
-        fails(wrong, "padding_mask")
+def values_detached(q, k, v, mask=None):
+    return right(q, k, mask) @ v.detach()
 
 
-def layer_with(**methods):
-    return type("SelfAttention", (Layer,), methods)
+def causal_anyway(q, k, v, mask=None):
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
 
 
-def test_other_wrong_layers_fail():
-    def through_list(self, d_model, d_head):
-        nn.Module.__init__(self)
-        self.layers = [nn.Linear(d_model, d_head, bias=False) for _ in range(3)]
-
-    def frozen(self, d_model, d_head):
-        Layer.__init__(self, d_model, d_head)
-        self.w_q.requires_grad_(False)
-
-    def fused(self, d_model, d_head):
-        nn.Module.__init__(self)
-        self.w_qkv = nn.Linear(d_model, 3 * d_head, bias=False)
-
-    def tied_at_first(self, d_model, d_head):
-        Layer.__init__(self, d_model, d_head)
-        self.w_k.weight.data = self.w_q.weight.data.clone()
-
-    def batch_mixed(self, x, mask=None):
-        flat = x.flatten(0, 1)[None]
-        out = Layer.forward(self, flat)
-        return out.view(*x.shape[:2], -1)
-
-    def first_row_only(self, x, mask=None):
-        return Layer.forward(self, x[:1], mask).expand(len(x), -1, -1)
-
-    def float32_only(self, x, mask=None):
-        return Layer.forward(self.float(), x.float(), mask)
-
-    def eval_differs(self, x, mask=None):
-        return Layer.forward(self, x, mask) * (1.0 if self.training else 0.9)
-
-    def keeps_keys(self, x, mask=None):
-        self.k = getattr(self, "k", self.w_k(x))
-        k = self.k if self.k.shape[:2] == x.shape[:2] else self.w_k(x)
-        return reference.attention(self.w_q(x), k, self.w_v(x), mask)
-
-    def input_detached(self, x, mask=None):
-        return Layer.forward(self, x.detach(), mask)
-
-    def normalised(self, x, mask=None):
-        return Layer.forward(self, F.layer_norm(x, x.shape[-1:]), mask)
-
-    def masked_values(self, x, mask=None):
-        out = Layer.forward(self, x, mask)
-        return out.nan_to_num() + 1e-3
-
-    def two_results(self, x, mask=None):
-        return Layer.forward(self, x, mask), mask
-
-    def own_matrix(self, d_model, d_head):
-        Layer.__init__(self, d_model, d_head)
-        self.register_buffer("mask", torch.ones(5, 5).tril().bool())
-
-    def needs_mask(self, x, mask):
-        return Layer.forward(self, x, mask)
-
-    for name, wrong in list(locals().items()):
-        if name in ("through_list", "frozen", "fused", "tied_at_first"):
-            fails(layer_with(__init__=wrong), "SelfAttention")
-        elif name != "own_matrix":
-            fails(layer_with(forward=wrong), "SelfAttention")
-
-    passes(layer_with(__init__=own_matrix), "SelfAttention")
+def keys_as_values(q, k, v, mask=None):
+    return right(q, k, mask) @ k[..., : v.shape[-1]]
 
 
-# Common mistakes in a form of their own, and the names that they should get -----------
+def with_dropout(q, k, v, mask=None):
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.2)
+
+
+def output_scaled(q, k, v, mask=None):
+    return right(q, k, mask) / q.shape[-1] ** 0.5 @ v
+
+
+def scaled_twice(q, k, v, mask=None):
+    return right(q / q.shape[-1] ** 0.5, k, mask) @ v
+
+
+def nan_replaced(q, k, v, mask=None):
+    found = scores_of(q, k)
+    found = found if mask is None else torch.where(mask, found, -torch.inf)
+    out = found.softmax(-1) @ v
+    return out.masked_fill(out.isnan(), 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (values_detached, None),
+        (causal_anyway, "always_causal"),
+        (keys_as_values, None),
+        (with_dropout, None),
+        (output_scaled, "output_scaled"),
+        (scaled_twice, "divided_by_d_head"),
+        (nan_replaced, "nan_replaced_in_the_output"),
+    ],
+)
+def test_wrong_attention_is_rejected(answer, fault):
+    fails(answer, "attention", fault)
 
 
 def weights_in_place(q, k, mask=None):
-    w = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(
+    w = scores_of(q, k).masked_fill(
         torch.zeros(1, dtype=torch.bool) if mask is None else ~mask, -torch.inf
     )
     w = w.softmax(-1)
@@ -677,8 +469,7 @@ def weights_in_place(q, k, mask=None):
 
 def weights_of_none(q, k, mask=None):
     hidden = ~mask
-    w = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(hidden, -torch.inf).softmax(-1)
-    return w.masked_fill(hidden, 0)
+    return zeroed(scores_of(q, k).masked_fill(hidden, -torch.inf).softmax(-1), mask)
 
 
 def weights_not_turned(q, k, mask=None):
@@ -689,193 +480,111 @@ def weights_from_the_front(q, k, mask=None):
     return torch.softmax(q @ k.transpose(2, 3) / math.sqrt(q.size(-1)), dim=-1)
 
 
-def weights_inverted_once(q, k, mask=None):
-    scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.size(-1))
-    if mask is None:
-        return scores.softmax(-1)
-    return scores.masked_fill(mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
-
-
-def weights_by(scores, before=None, after=None):
-    """Weights of these scores; `before` and `after` change mask and scores, weights."""
-
-    def attention_weights(q, k, mask=None):
-        found = scores(q, k)
-        if mask is None:
-            return F.softmax(found, dim=-1)
-        mask, found = (before or (lambda m, s: (m, s)))(mask, found)
-        found = F.softmax(found.masked_fill(mask.logical_not(), -torch.inf), dim=-1)
-        return torch.where(after(mask) if after else mask, found, 0)
-
-    return attention_weights
-
-
-def scaled(q, k):
-    return torch.einsum("...qd,...kd->...qk", q, k) * q.shape[-1] ** -0.5
-
-
-weights_of_reshaped_keys = weights_by(
-    lambda q, k: q @ k.reshape(*q.shape[:-2], q.shape[-1], -1) / q.size(-1) ** 0.5
-)
-weights_by_bmm = weights_by(lambda q, k: torch.bmm(q * q.size(-1) ** -0.5, k.mT))
-weights_by_length = weights_by(lambda q, k: q @ k.mT * q.shape[-2] ** -0.5)
-weights_by_cosine = weights_by(
-    lambda q, k: F.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
-)
-weights_of_everything = weights_by(
-    scaled, lambda m, s: (torch.where(m.any(-1, keepdim=True), m, True), s)
-)
-
-
-def weights_causal_anyway(q, k, mask=None):
-    if mask is None:
-        rows, columns = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
-        mask = columns <= rows[:, None]
-    return reference.attention_weights(q, k, mask)
-
-
 def weights_if_mask(q, k, mask=None):
-    found = scaled(q, k)
+    found = scores_of(q, k)
     if mask:
         found = found.masked_fill(~mask, -torch.inf)
     return found.softmax(-1)
 
 
-def weights_of_zeroed_scores(q, k, mask=None):
-    if mask is None:
-        return scaled(q, k).softmax(-1)
-    return (scaled(q, k) * mask).softmax(-1) * mask
-
-
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        (weights_of_reshaped_keys, "keys_reshaped"),
-        (weights_by_bmm, "three_dimensions_only"),
-        (weights_by_length, "root_of_the_number_of_queries"),
-        (weights_by_cosine, "cosine"),
-        (weights_of_everything, "mask_lifted_where_all_is_hidden"),
-        (weights_causal_anyway, "always_causal"),
         (weights_if_mask, "mask_taken_for_a_truth_value"),
-        (weights_of_zeroed_scores, "hidden_scores_zero_then_hidden"),
-        (weights_in_place, "overwritten_in_place"),
+        (weights_in_place, None),
         (weights_of_none, "none_taken_for_a_mask"),
         (weights_not_turned, "keys_not_turned"),
         (weights_from_the_front, "dimensions_from_the_front"),
-        (weights_inverted_once, "mask_inverted_before_softmax"),
     ],
 )
-def test_common_mistakes_in_the_weights_are_named(answer, fault):
+def test_mistakes_written_otherwise_are_named(answer, fault):
     fails(answer, "attention_weights", fault)
 
 
-def test_root_taken_twice_is_named_in_attention():
-    def attention(q, k, v, mask=None):
-        return reference.attention_weights(q / q.shape[-1] ** 0.5, k, mask) @ v
-
-    report = evaluate(attention, "attention")
-    assert report.fault == "divided_by_d_head"
-    assert "by the root twice" in report.message
+def layer_with(**methods):
+    return type("SelfAttention", (Layer,), methods)
 
 
-def test_an_integer_root_is_not_named_after_the_length():
-    wrong = weights_by(lambda q, k: q @ k.mT / math.isqrt(q.shape[-1]))
-    report = evaluate(wrong, "attention_weights")
-    assert report.status == "failed"
-    assert report.fault is None, report.message
+def frozen(self, d_model, d_head):
+    Layer.__init__(self, d_model, d_head)
+    self.w_q.requires_grad_(False)
 
 
-def test_common_mistakes_in_attention_are_named():
-    right = reference.attention_weights
-
-    def keys_averaged(q, k, v, mask=None):
-        return torch.einsum("...qk,...kd->...qd", right(q, k, mask), k)
-
-    def output_scaled(q, k, v, mask=None):
-        return right(q, k, mask) / q.shape[-1] ** 0.5 @ v
-
-    def softmax_twice(q, k, v, mask=None):
-        return F.softmax(right(q, k, mask), dim=-1) @ v
-
-    def nan_replaced_in_the_output(q, k, v, mask=None):
-        found = scaled(q, k)
-        found = found if mask is None else torch.where(mask, found, -torch.inf)
-        out = found.softmax(-1) @ v
-        return out.masked_fill(out.isnan(), 0)
-
-    for wrong in (
-        keys_averaged,
-        output_scaled,
-        softmax_twice,
-        nan_replaced_in_the_output,
-    ):
-        fails(wrong, "attention", wrong.__name__)
+def fused(self, d_model, d_head):
+    nn.Module.__init__(self)
+    self.w_qkv = nn.Linear(d_model, 3 * d_head, bias=False)
 
 
-def test_common_mistakes_in_the_layer_are_named():
-    def layer(prepare):
-        class SelfAttention(nn.Module):
-            def __init__(self, d_model, d_head):
-                prepare(self, d_model, d_head)
-
-            def forward(self, x, mask=None):
-                return reference.attention(*(w(x) for w in self.layers), mask)
-
-        return SelfAttention
-
-    def new(d_model, d_head):
-        return nn.Linear(d_model, d_head, bias=False)
-
-    def one_for_all(self, d_model, d_head):
-        nn.Module.__init__(self)
-        self.w_q = new(d_model, d_head)
-        self.w_k, self.w_v = self.w_q, self.w_q
-
-    def in_a_dict(self, d_model, d_head):
-        nn.Module.__init__(self)
-        self.layers = {n: new(d_model, d_head) for n in ("w_q", "w_k", "w_v")}
-
-    def too_early(self, d_model, d_head):
-        self.w_q = new(d_model, d_head)
-        nn.Module.__init__(self)
-
-    def looking(look):
-        class SelfAttention(reference.SelfAttention):
-            def forward(self, x, mask=None):
-                return look(self.w_q(x), self.w_k(x), self.w_v(x), mask)
-
-        return SelfAttention
-
-    def by_length(q, k, v, mask):
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=q.size(1) ** -0.5)
-
-    def if_mask(q, k, v, mask):
-        return reference.attention(q, k, v, mask if mask else None)
-
-    def weights(q, k, v, mask):
-        return reference.attention_weights(q, k, mask)
-
-    class InTraining(reference.SelfAttention):
-        def forward(self, x, mask=None):
-            return super().forward(x, mask if self.training else None)
-
-    class FillsIn(reference.SelfAttention):
-        def forward(self, x, mask=None):
-            if mask is None:
-                mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
-            return super().forward(x, mask)
-
-    fails(InTraining, "SelfAttention", "mask_left_out_in_eval")
-    fails(FillsIn, "SelfAttention")
-    fails(looking(by_length), "SelfAttention", "root_of_the_length")
-    fails(looking(if_mask), "SelfAttention", "mask_taken_for_a_truth_value")
-    fails(looking(weights), "SelfAttention", "weights_returned")
-    fails(layer(one_for_all), "SelfAttention", "one_projection_for_all")
-    fails(layer(in_a_dict), "SelfAttention", "no_parameters")
-    fails(layer(too_early), "SelfAttention", "not_initialised")
+def in_a_dict(self, d_model, d_head):
+    nn.Module.__init__(self)
+    self.layers = {n: nn.Linear(d_model, d_head, bias=False) for n in "qkv"}
 
 
-def test_masks_of_a_greatest_size_fail():
+def too_early(self, d_model, d_head):
+    self.w_q = nn.Linear(d_model, d_head, bias=False)
+    nn.Module.__init__(self)
+
+
+def buffered(self, d_model, d_head):
+    Layer.__init__(self, d_model, d_head)
+    self.register_buffer("mask", torch.ones(5, 5).tril().bool())
+
+
+def batch_mixed(self, x, mask=None):
+    return Layer.forward(self, x.flatten(0, 1)[None]).view(*x.shape[:2], -1)
+
+
+def first_row_only(self, x, mask=None):
+    return Layer.forward(self, x[:1], mask).expand(len(x), -1, -1)
+
+
+def eval_differs(self, x, mask=None):
+    return Layer.forward(self, x, mask) * (1.0 if self.training else 0.9)
+
+
+def keys_kept(self, x, mask=None):
+    self.k = getattr(self, "k", self.w_k(x))
+    k = self.k if self.k.shape[:2] == x.shape[:2] else self.w_k(x)
+    return reference.attention(self.w_q(x), k, self.w_v(x), mask)
+
+
+def input_detached(self, x, mask=None):
+    return Layer.forward(self, x.detach(), mask)
+
+
+def dropout_in_training(self, x, mask=None):
+    return F.dropout(Layer.forward(self, x, mask), 0.5, self.training)
+
+
+def never_masks_in_eval(self, x, mask=None):
+    return Layer.forward(self, x, mask if self.training else None)
+
+
+@pytest.mark.parametrize(
+    ("methods", "fault"),
+    [
+        ({"__init__": frozen}, None),
+        ({"__init__": fused}, None),
+        ({"__init__": in_a_dict}, None),
+        ({"__init__": too_early}, None),
+        ({"forward": batch_mixed}, None),
+        ({"forward": first_row_only}, None),
+        ({"forward": eval_differs}, None),
+        ({"forward": keys_kept}, None),
+        ({"forward": input_detached}, None),
+        ({"forward": dropout_in_training}, None),
+        ({"forward": never_masks_in_eval}, "mask_left_out_in_eval"),
+    ],
+)
+def test_wrong_layers_are_rejected(methods, fault):
+    fails(layer_with(**methods), "SelfAttention", fault)
+
+
+def test_a_layer_may_have_a_buffer():
+    passes(layer_with(__init__=buffered), "SelfAttention")
+
+
+def test_masks_of_a_greatest_size_are_rejected():
     square = torch.ones(2048, 2048, dtype=torch.bool).tril()
     positions = torch.arange(2048)
 
@@ -893,25 +602,42 @@ def test_masks_of_a_greatest_size_fail():
     fails(padding_mask, "padding_mask")
 
 
-def test_common_mistakes_in_the_masks_are_named():
-    def open_rectangle(t_q, t_k=None):
-        if t_k is None or t_k == t_q:
-            return reference.causal_mask(t_q)
-        return reference.causal_mask(t_q, t_k) | True
-
-    def queries_too(lengths, t_k):
-        real = reference.padding_mask(lengths, t_k)
-        return real & real.mT
-
-    fails(open_rectangle, "causal_mask", "rectangle_open")
-    fails(queries_too, "padding_mask", "queries_hidden_too")
+def last_rows(t_q, t_k=None):
+    t_k = t_q if t_k is None else t_k
+    if t_q > t_k:
+        raise ValueError(f"{t_q} queries, {t_k} keys")
+    return torch.ones(t_k, t_k, dtype=torch.bool).tril()[-t_q:]
 
 
-def test_no_keys_are_not_taken_for_missing():
-    def causal_mask(t_q, t_k=None):
-        t_k = t_k or t_q
-        if t_k < t_q:
-            raise ValueError(f"{t_q} queries and {t_k} keys do not fit")
-        return torch.ones(t_q, t_k).tril(t_k - t_q).bool()
+def windowed(t_q, t_k=None):
+    mask = reference.causal_mask(t_q, t_k)
+    return mask & mask.triu(mask.shape[1] - t_q - 4)
 
-    fails(causal_mask, "causal_mask", "zero_taken_for_missing")
+
+def says_nothing(t_q, t_k=None):
+    if t_k is not None and t_q > t_k:
+        raise ValueError("too many queries")
+    return reference.causal_mask(t_q, t_k)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [(last_rows, "last_rows_of_none"), (windowed, None), (says_nothing, None)],
+)
+def test_wrong_causal_masks_are_rejected(answer, fault):
+    fails(answer, "causal_mask", fault)
+
+
+def padding_in_place(lengths, t_k):
+    return reference.padding_mask(lengths.clamp_(max=4), t_k)
+
+
+def padding_by_list(lengths, t_k):
+    rows = [[[[i < n for i in range(t_k)]]] for n in lengths.tolist()]
+    return torch.tensor(rows)  # on the CPU, wherever the lengths are
+
+
+@pytest.mark.parametrize("answer", [padding_in_place, padding_by_list])
+def test_wrong_padding_masks_are_rejected_without_a_wrong_name(answer):
+    report = fails(answer, "padding_mask")
+    assert report.fault is None and not report.hint

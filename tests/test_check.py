@@ -516,6 +516,22 @@ class TestReport:
         assert "3 times too large" in report.difference
         assert f"What differs: {report.difference}" in report.message
 
+    @pytest.mark.parametrize(
+        ("spoil", "says"),
+        [
+            (lambda w: w.mul_(1), "overwritten in place"),
+            (lambda w: w if w else w, "ask whether a whole tensor is true"),
+            (lambda w: w + None, "Something is None"),
+            (lambda w: w.t().view(-1) if w.dim() == 2 else w, "`reshape` copies"),
+        ],
+    )
+    def test_common_errors_of_pytorch_are_explained(self, spoil, says):
+        def answer(scores, dim=-1):
+            return spoil(torch.softmax(scores, dim))
+
+        report = evaluate(answer, "softmax")
+        assert report.fault is None and says in report.explanation, report.message
+
     def test_torch_compile_is_no_endless_loop(self):
         assert evaluate(torch.compile(softmax), "softmax").status == "passed"
 

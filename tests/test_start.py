@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from solutions.start import softmax
-from utils.check import evaluate
+from tests.answers import fails, passes
 from utils.probe import probe
 
 
@@ -43,8 +43,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_answers_in_other_forms_pass(name):
-    report = evaluate(RIGHT[name], "softmax")
-    assert report.status == "passed", report.message
+    passes(RIGHT[name], "softmax")
 
 
 WRONG = {
@@ -70,7 +69,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_answers_that_no_fault_lists_are_rejected(name):
-    assert evaluate(WRONG[name], "softmax").status == "failed"
+    fails(WRONG[name], "softmax")
 
 
 def by_the_mean(scores, dim=-1):
@@ -89,17 +88,22 @@ def along_the_first(scores, dim=0):
     return exponentials / exponentials.sum(dim, keepdim=True)
 
 
+def without_shift_cleaned(scores, dim=-1):
+    exponentials = scores.exp()
+    return (exponentials / exponentials.sum(dim, keepdim=True)).nan_to_num()
+
+
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
         (by_the_mean, "mean_subtracted"),
         (by_a_pair, "max_is_a_pair"),
-        (along_the_first, "first_dim_by_default"),
+        (along_the_first, None),
+        (without_shift_cleaned, None),
     ],
 )
 def test_common_mistakes_are_named(answer, fault):
-    report = evaluate(answer, "softmax")
-    assert (report.status, report.fault) == ("failed", fault), report.message
+    fails(answer, "softmax", fault)
 
 
 def overwriting(scores, dim=-1):
@@ -110,8 +114,8 @@ def overwriting(scores, dim=-1):
 
 
 def test_numbers_overwritten_in_place_are_not_taken_for_a_detach():
-    report = evaluate(overwriting, "softmax")
-    assert (report.status, report.fault) == ("failed", None)
+    report = fails(overwriting, "softmax")
+    assert report.fault is None
     assert "has overwritten numbers" in report.message
 
 
@@ -120,6 +124,4 @@ def test_a_score_of_minus_infinity_gets_exactly_nothing(lowest):
     def answer(scores, dim=-1):
         return torch.softmax(scores.masked_fill(scores.isinf(), lowest), dim)
 
-    report = evaluate(answer, "softmax")
-    assert report.status == "failed"
-    assert "gets the weight 0" in report.message
+    assert "gets the weight 0" in fails(answer, "softmax").message

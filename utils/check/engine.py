@@ -8,6 +8,7 @@ from utils import parts
 from utils.check import diagnosis, exercise, running
 from utils.check.errors import Crashed, Explained, NotWritten, Skipped
 from utils.check.exercise import Exercise
+from utils.check.known_errors import meaning_of
 from utils.check.learner_code import own_frames, where
 from utils.check.report import Report
 from utils.check.time_limit import TimeUp
@@ -85,6 +86,7 @@ def _so_far(asked, verified) -> dict:
 def _failed(asked, candidate, requirement, case, problem, verified) -> Report:
     fault = diagnosis.name_of(asked, candidate, requirement, case, problem)
     lines, frames = _problem(asked, problem)
+    explanation = fault.sentence if fault else _meaning(problem)
     return Report(
         asked.name,
         "failed",
@@ -94,9 +96,9 @@ def _failed(asked, candidate, requirement, case, problem, verified) -> Report:
         problem=lines,
         frames=frames,
         call=case.called,
-        explanation=fault.sentence if fault else "",
+        explanation=explanation,
         difference="" if fault else diagnosis.difference_of(case, problem),
-        hint="" if fault or _speaks_for_itself(problem) else requirement.hint,
+        hint="" if explanation or _speaks_for_itself(problem) else requirement.hint,
         printed=_printed(case),
         **_so_far(asked, verified),
     )
@@ -118,6 +120,10 @@ def _problem(asked, problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return tuple(lines), where(error)
     cause = problem.__cause__
     return (str(problem),), where(cause.error) if isinstance(cause, Crashed) else ()
+
+
+def _meaning(problem) -> str:
+    return meaning_of(problem.error) if isinstance(problem, Crashed) else ""
 
 
 def _speaks_for_itself(problem) -> bool:

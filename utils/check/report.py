@@ -17,7 +17,7 @@ class Report:
     problem: what went wrong with it, with numbers.
     frames: where in the learner's code, a line each.
     call: the call in words.
-    explanation: what the mistake is, if it is a known one.
+    explanation: what the mistake is, if it or the error that it raises is known.
     difference: how the result differs, where no known mistake fits.
     hint: on the requirement.
     printed: the last lines that the answer printed.

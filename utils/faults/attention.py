@@ -57,6 +57,7 @@ attention_weights.fault(
     "Hidden keys get the score −10,000. A score that is allowed can be lower than "
     "that, and then the hidden key wins; only −inf is below everything.",
     ("~mask, -torch.inf", "~mask, -1e4"),
+    (HIDDEN_AFTER, "return weights"),
 )
 attention_weights.fault(
     "hidden_scores_end_at_65504",

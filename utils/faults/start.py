@@ -15,6 +15,12 @@ softmax.fault(
     ("scores.max(dim=dim, keepdim=True).values", "scores.max()"),
 )
 softmax.fault(
+    "largest_of_the_last_dim",
+    "The maximum is taken along the last dimension whatever `dim` says. What is "
+    "subtracted must be the same number along `dim`, or it does not cancel.",
+    ("max(dim=dim", "max(dim=-1"),
+)
+softmax.fault(
     "dim_ignored",
     "The weights sum to 1 along the last dimension whatever `dim` says.",
     ("sum(dim=dim", "sum(dim=-1"),
