@@ -60,7 +60,6 @@ EQUAL_SHAPES = [
     (X + 1, X, "too large by one."),
     (X - 0.3, X, "too small by 0.3."),
     (INTS - 5, INTS, "too small by 5; `T` is 5"),
-    (INTS % 5, INTS, "modulo `T`, 5"),
     (X.exp(), P, "Each row along the last dimension is right up to a factor"),
     (X - X.mean(-1, True), X, "up to a constant of its own"),
     (S.T, S, "with dimension 0 and the last dimension exchanged"),
@@ -85,7 +84,6 @@ EQUAL_SHAPES = [
     (wrong_where(torch.ones(5, 5).tril(-1).bool(), S), S, "values below the diagonal"),
     (X.relu() + 0.1 * (X == 0), X, "No value of the result is smaller than 0"),
     (X.clamp(max=1), X, "No value of the result is larger than 1"),
-    (X.round(), X, "made whole numbers"),
     (X.half().float(), X, "float16 numbers, right to that precision"),
     (X.double().cos().float().double(), X.double().cos(), "float32 numbers"),
     (X, X.double(), "right, but of type float32 instead of float64"),
@@ -105,7 +103,6 @@ EQUAL_SHAPES = [
     (S, S.masked_fill(S > 1, -math.inf), "Where an infinity is expected"),
     (X + 0.003 * X.cos(), X, "Nearly right: no value of the result is off"),
     (wrong_where(X.max() == X), X, "1 of 240 values differs: the one at"),
-    (wrong_where(X <= 0, X.relu()), X.relu(), "values that should be 0 are wrong"),
     (~CAUSAL, CAUSAL, "Every value of the result is inverted"),
     (CAUSAL.T, CAUSAL, "exchanged"),
     (CAUSAL.tril(-1), CAUSAL, "values on the diagonal"),
@@ -213,7 +210,7 @@ def drawn(kind, shape):
 @pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16", "int", "bool"])
 def test_silent_about_unrelated_tensors(kind):
     said = []
-    for seed in range(300):
+    for seed in range(60):
         torch.manual_seed(seed)
         shape = SHAPES[seed % len(SHAPES)]
         if kind == "int" and shape in ((), (1,)):
