@@ -1,0 +1,648 @@
+"""Lesson 04: mistakes with positions."""
+
+from utils.exercises.positions import (
+    LearnedPositions,
+    alibi_bias,
+    alibi_in_attention,
+    alibi_slopes,
+    ntk_base,
+    ntk_in_rope,
+    rope,
+    rope_in_multi_head,
+    sinusoidal,
+)
+
+# Sinusoidal positions -----------------------------------------------------------------
+
+EXPONENTS = "-torch.arange(0, d_model, 2) / d_model"
+TO_THE_END = "-torch.arange(d_model // 2) / max(d_model // 2 - 1, 1)"
+WAVES = "torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)"
+BY_COLUMN = "torch.where(torch.arange(d_model) % 2 == 0, angles.sin(), angles.cos())"
+
+sinusoidal.fault(
+    "halves",
+    "All sines stand in the left half and all cosines in the right one. Others do it "
+    "like that, and it works as well; here, as in the paper, they take turns.",
+    (WAVES, "torch.cat((angles.sin(), angles.cos()), dim=-1)"),
+)
+sinusoidal.fault(
+    "halves_to_the_end",
+    "Sines and cosines stand in halves, and the frequencies run all the way down to "
+    "1/10000, dividing by one less than the number of pairs. The first published code "
+    "did that; the paper, and this course, interleave and divide by d_model.",
+    (EXPONENTS, TO_THE_END),
+    (WAVES, "torch.cat((angles.sin(), angles.cos()), dim=-1)"),
+)
+sinusoidal.fault(
+    "divided_by_the_frequency",
+    "The position is divided by the frequency instead of multiplied: the angles grow "
+    "from pair to pair, where the waves should get longer. Position 0 and the first "
+    "pair do not show it.",
+    ("[:, None] * frequencies", "[:, None] / frequencies"),
+)
+sinusoidal.fault(
+    "index_doubled",
+    "The exponent runs twice as fast as it should. If your index already counts 0, 2, "
+    "4, …, it is 2i, and the formula's 2 must not come on top.",
+    (EXPONENTS, "-2 * torch.arange(0, d_model, 2) / d_model"),
+)
+sinusoidal.fault(
+    "index_halved",
+    "The exponent is −i/d_model, half of what it should be: i counts pairs, and the "
+    "formula has 2i.",
+    (EXPONENTS, "-torch.arange(d_model // 2) / d_model"),
+)
+sinusoidal.fault(
+    "own_frequency_for_each_column",
+    "Every column has a frequency of its own. A sine and its cosine belong together, "
+    "at one frequency: only then is a shift of position a rotation.",
+    (EXPONENTS, "-torch.arange(d_model) / d_model"),
+    (WAVES, BY_COLUMN),
+)
+sinusoidal.fault(
+    "two_for_each_column",
+    "Every column has a frequency of its own, and twice the exponent: the formula's 2i "
+    "was filled in with the number of the column. i counts pairs, so columns 2i and 2i "
+    "+ 1 share the frequency of 2i.",
+    (EXPONENTS, "-2 * torch.arange(d_model) / d_model"),
+    (WAVES, BY_COLUMN),
+)
+sinusoidal.fault(
+    "stretched_to_the_end",
+    "The frequencies run all the way down to 1/10000, dividing by one less than the "
+    "number of pairs. The formula divides by d_model.",
+    (EXPONENTS, TO_THE_END),
+)
+sinusoidal.fault(
+    "sine_twice",
+    "Both columns of a pair hold the sine. The second one is the cosine, so that the "
+    "pair is the tip of a clock hand.",
+    ("angles.cos()", "angles.sin()"),
+)
+sinusoidal.fault(
+    "cosine_first",
+    "Cosine and sine have changed places: the sine comes first.",
+    ("(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())"),
+)
+sinusoidal.fault(
+    "reshaped_across_rows",
+    "Sines and cosines are put side by side in front of the positions and then "
+    "reshaped, so that numbers of different positions share a row. The new dimension "
+    "must be the last one.",
+    ("dim=-1).flatten(-2)", "dim=0).reshape(t, d_model)"),
+)
+sinusoidal.fault(
+    "fixed_length",
+    "The table has a fixed number of rows, and a longer one is cut off there. Make as "
+    "many as are asked for.",
+    ("torch.arange(t)", "torch.arange(min(t, 512))"),
+)
+
+# Learned positions --------------------------------------------------------------------
+
+LOOK_UP = "return self.table(positions)"
+
+LearnedPositions.fault(
+    "compared_as_one_number",
+    "`if` wants one answer, and a comparison of a tensor gives one for each position. "
+    "Ask whether it holds for `any()` of them.",
+    ("if len(outside)", "if positions < 0 or positions >= max_len"),
+)
+LearnedPositions.fault(
+    "positions_ignored",
+    "It returns the first T rows, whatever the positions are. With a cache, or with "
+    "padding on the left, the first token is not at position 0.",
+    (
+        LOOK_UP,
+        "rows = self.table.weight[: positions.shape[-1]]\n"
+        "        return rows.expand(*positions.shape, -1)",
+    ),
+)
+LearnedPositions.fault(
+    "squeezed",
+    "Dimensions of size 1 are dropped: for one position, or a batch of one, the result "
+    "has too few dimensions. In generation there is one position at a time.",
+    (LOOK_UP, "return self.table(positions.squeeze())"),
+)
+LearnedPositions.fault(
+    "padding_row",
+    "Row 0 is declared as padding, and never gets a gradient. Position 0 is a position "
+    "like any other.",
+    ("(max_len, d_model)", "(max_len, d_model, padding_idx=0)"),
+)
+
+# RoPE ---------------------------------------------------------------------------------
+
+TOP = "d_head = x.shape[-1]"
+LINED_UP = "positions = positions.view(len(positions), *[1] * (x.dim() - 3), -1)"
+POWER = "base ** (pairs / d_head)"
+WAVELENGTHS = f"wavelengths = 2 * math.pi * {POWER}"
+POSITION = "positions[..., None].float()"
+ANGLES = f"angles = 2 * math.pi * ({POSITION} % wavelengths / wavelengths)"
+BOTH = "cos, sin = angles.cos(), angles.sin()"
+PAIRS = "even, odd = x[..., 0::2], x[..., 1::2]"
+HALVES = "even, odd = x.chunk(2, dim=-1)"
+TURNED = "torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)"
+IN_HALVES = TURNED.replace("stack", "cat")
+FLAT = "turned.flatten(-2)"
+TWICE_EACH = f"angles = angles.repeat_interleave(2, dim=-1)\n    {BOTH}"
+TWICE_ALL = f"angles = torch.cat((angles, angles), dim=-1)\n    {BOTH}"
+
+rope.fault(
+    "half_split",
+    "This is RoPE in the other convention: it pairs number i with number i + d_head/2, "
+    "as most published checkpoints do. It is right in itself, and the same as ours "
+    "with the numbers of a head in another order. Here the pairs are neighbours.",
+    (PAIRS, HALVES),
+    (TURNED, IN_HALVES),
+    (FLAT, "turned"),
+)
+rope.fault(
+    "angles_of_neighbours_on_halves",
+    "Two conventions are mixed: the angles are laid out for neighbouring pairs, but "
+    "the rotation pairs the two halves. The two numbers of a pair are turned by "
+    "different angles, and lengths are not kept. Position 0 and d_head = 2 do not show "
+    "it.",
+    (BOTH, TWICE_EACH),
+    (PAIRS, HALVES),
+    (TURNED, "x * cos + torch.cat((-odd, even), dim=-1) * sin"),
+    (FLAT, "turned"),
+)
+rope.fault(
+    "angles_of_halves_on_neighbours",
+    "Two conventions are mixed: the rotation pairs neighbours, but the angles are laid "
+    "out for halves, so the two numbers of a pair are turned by different angles.",
+    (BOTH, TWICE_ALL),
+    (TURNED, "x * cos + torch.stack((-odd, even), dim=-1).flatten(-2) * sin"),
+    (FLAT, "turned"),
+)
+rope.fault(
+    "not_interleaved_again",
+    "The pairs are turned rightly, but the results are put back as two halves instead "
+    "of taking turns. Scores do not notice if queries and keys both do it; weights "
+    "loaded from elsewhere do.",
+    (TURNED, IN_HALVES),
+    (FLAT, "turned"),
+)
+rope.fault(
+    "halves_put_together_as_neighbours",
+    "Two conventions are mixed: the halves are turned as pairs, and the results are "
+    "put back as neighbours. Take the pairs from where they are put back.",
+    (PAIRS, HALVES),
+)
+rope.fault(
+    "sine_and_cosine_exchanged",
+    "Sine and cosine have changed places. At position 0 the angle is 0 and x must stay "
+    "as it is: each number is multiplied by the cosine, its partner by the sine.",
+    (BOTH, "cos, sin = angles.sin(), angles.cos()"),
+)
+rope.fault(
+    "clockwise",
+    "The pairs turn the wrong way, by minus the angle: the complex conjugate. Scores "
+    "of a model trained like this are fine, but weights from elsewhere are not.",
+    (BOTH, "cos, sin = angles.cos(), -angles.sin()"),
+)
+rope.fault(
+    "mirrored",
+    "A sign is wrong, and the pair is mirrored instead of turned. Mirrored queries and "
+    "keys give scores that depend on the sum of their positions.",
+    ("even * cos - odd * sin", "even * cos + odd * sin"),
+    ("even * sin + odd * cos", "even * sin - odd * cos"),
+)
+rope.fault(
+    "both_signs",
+    "Both numbers of the pair get the same sign in front of their partner's sine. A "
+    "rotation has one minus and one plus, or lengths are not kept.",
+    ("even * cos - odd * sin", "even * cos + odd * sin"),
+)
+rope.fault(
+    "overwritten_on_the_way",
+    "The second number of each pair is computed from the first one after it was "
+    "turned. Both need the pair as it was.",
+    (PAIRS, f"{PAIRS}\n    even = even * cos - odd * sin"),
+    ("(even * cos - odd * sin, ", "(even, "),
+)
+rope.fault(
+    "added",
+    "The sines and cosines are added to x, as in the sinusoidal table. Here each pair "
+    "is turned by its angle.",
+    (TURNED, "torch.stack((even + sin, odd + cos), dim=-1)"),
+)
+rope.fault(
+    "multiplied_number_by_number",
+    "Each number is multiplied by one cosine or sine, and its partner has no part in "
+    "it. In a turn both new numbers are made of both old ones.",
+    (TURNED, "torch.stack((even * cos, odd * sin), dim=-1)"),
+)
+rope.fault(
+    "divided_by_the_frequency",
+    "The position is divided by the frequency instead of multiplied. Later pairs must "
+    "turn more slowly, not faster. Position 0 and the first pair do not show it.",
+    (POWER, "base ** (-pairs / d_head)"),
+)
+rope.fault(
+    "index_doubled",
+    "The exponent runs twice as fast as it should. If your index already counts 0, 2, "
+    "4, …, it is 2i, and the formula's 2 must not come on top; or d_head/2 stands "
+    "where d_head should.",
+    (POWER, "base ** (2 * pairs / d_head)"),
+)
+rope.fault(
+    "index_halved",
+    "The exponent is −i/d_head, half of what it should be: i counts pairs.",
+    (POWER, "base ** (pairs / 2 / d_head)"),
+)
+rope.fault(
+    "stretched_to_the_end",
+    "The exponents run to −1, divided by d_head − 2, so that the slowest pair turns "
+    "base times slower than the first. The formula divides by d_head.",
+    (POWER, "base ** (pairs / max(d_head - 2, 1))"),
+)
+rope.fault(
+    "full_turns",
+    "The angle has a factor 2π too many: frequencies here are radians per position.",
+    (WAVELENGTHS, f"wavelengths = {POWER}"),
+)
+rope.fault(
+    "one_further",
+    "Every position is counted one higher. Scores do not notice, because only "
+    "distances matter to them, but position 0 must leave x as it is.",
+    (POSITION, f"({POSITION} + 1)"),
+)
+rope.fault(
+    "positions_ignored",
+    "It counts 0, 1, 2, … whatever positions are handed in. With a cache the next "
+    "token would always be the first.",
+    (TOP, f"{TOP}\n    positions = torch.arange(x.shape[-2], device=x.device)"),
+)
+rope.fault(
+    "relative_to_the_first",
+    "Positions are counted from the first one that is handed in. With a cache the next "
+    "token would always be the first.",
+    (TOP, f"{TOP}\n    positions = positions - positions[..., :1]"),
+)
+rope.fault(
+    "only_the_start",
+    "It takes the first position and counts on from there. Positions may jump.",
+    (TOP, f"{TOP}\n    positions = positions[..., :1] + torch.arange(x.shape[-2])"),
+)
+rope.fault(
+    "whole_positions",
+    "Positions are rounded down to whole numbers, so that interpolated ones fall "
+    "together.",
+    (POSITION, "positions[..., None].long()"),
+)
+rope.fault(
+    "cached_table",
+    "A table of angles from an earlier call is used again although the positions have "
+    "changed. Keep the frequencies if you like; the angles depend on the positions.",
+    (
+        BOTH,
+        "kept = rope.__dict__.setdefault((x.shape[-2], d_head, base), angles.detach())\n"
+        "    cos, sin = kept.cos(), kept.sin()",
+    ),
+)
+rope.fault(
+    "heads_for_time",
+    "The positions are laid along the second dimension. That is time while x has three "
+    "dimensions, but with heads time is the third: count from the end.",
+    (TOP, f"x = x.transpose(1, 2) if x.dim() > 3 else x\n    {TOP}"),
+    (
+        f"return {FLAT}",
+        f"turned = {FLAT}\n"
+        "    return (turned.transpose(1, 2) if x.dim() > 3 else turned)",
+    ),
+)
+rope.fault(
+    "four_dimensions_only",
+    "It reads exactly four sizes from the shape of x. Time and d_head are the last "
+    "two, and any number of dimensions may stand before them, or none.",
+    (TOP, "b, h, t, d_head = x.shape"),
+)
+rope.fault(
+    "batch_taken_for_granted",
+    "Positions (T,) are repeated for every row of a batch, and x need not have one: "
+    "its first dimension may be time.",
+    (
+        TOP,
+        f"{TOP}\n    if positions.dim() == 1:\n"
+        "        positions = positions.expand(x.shape[0], -1)",
+    ),
+)
+rope.fault(
+    "batch_lined_up_with_heads",
+    "Positions (B, T) meet heads (B, H, T, …), and broadcasting, which counts from the "
+    "end, lines B up with H. It crashes, or, where the two are equal, gives every head "
+    "another row's positions.",
+    (LINED_UP, "pass"),
+)
+rope.fault(
+    "always_for_heads",
+    "Positions (B, T) get one more dimension after B whatever x has. That is right for "
+    "heads (B, H, T, d_head); a stream (B, T, d_head) gets a batch of batches. How "
+    "many dimensions stand between B and T is a question to x.",
+    (LINED_UP, "positions = positions[:, None]"),
+)
+rope.fault(
+    "one_dimension_between",
+    "Positions (B, T) get one dimension of size 1 between B and T, which is right for "
+    "(B, H, T, d_head) alone. With two dimensions there, B meets the first of them.",
+    (LINED_UP, "positions = positions[:, None] if x.dim() > 3 else positions"),
+)
+rope.fault(
+    "one_row_for_all",
+    "The first row's positions are used for every row of the batch. With padding on "
+    "the left the rows stand at different positions.",
+    (LINED_UP, "positions = positions[0]"),
+)
+rope.fault(
+    "base_ignored",
+    "The base is 10,000 whatever is asked for.",
+    (POWER, "10_000.0 ** (pairs / d_head)"),
+)
+rope.fault(
+    "other_default",
+    "The base is 500,000 where the caller gives none, as in Llama 3; here it is "
+    "10,000.",
+    (TOP, f"{TOP}\n    base = 500_000.0 if base == 10_000.0 else base"),
+)
+rope.fault(
+    "angles_in_half_precision",
+    "The angle is computed in the dtype of x. In bfloat16 the whole numbers past 256 "
+    "have gaps, and an angle of 3001 radians comes out as 3008: another position.",
+    (WAVELENGTHS, "frequencies = (base ** (-pairs / d_head)).to(x.dtype)"),
+    (ANGLES, "angles = positions[..., None].to(x.dtype) * frequencies"),
+)
+rope.fault(
+    "angles_rounded_to_x",
+    "The angle is computed in float32, but rounded to the dtype of x before the sine "
+    "and the cosine are taken. In bfloat16 an angle of 3001 radians becomes 3008. Sine "
+    "and cosine, which are between −1 and 1, may be rounded; the angle may not.",
+    (ANGLES, f"angles = ({POSITION} / (wavelengths / (2 * math.pi))).to(x.dtype)"),
+)
+
+# ALiBi --------------------------------------------------------------------------------
+
+SLOPES = "geometric(power) + extra"
+SECOND = "[0::2]"
+GEOMETRIC = "2 ** (-8 * h / n) for h in range(1, n + 1)"
+
+alibi_slopes.fault(
+    "starts_at_one",
+    "The slopes start at 1, that is 2^0. They start at 2^(−8/n): count the heads from "
+    "1.",
+    ("range(1, n + 1)", "range(n)"),
+)
+alibi_slopes.fault(
+    "one_formula_for_all",
+    "One geometric sequence is used for every number of heads. That is how the paper's "
+    "formula reads, and it would do; the authors' code, which the published models "
+    "use, treats numbers that are no power of two in its own way.",
+    (SLOPES, "geometric(n_heads)"),
+)
+alibi_slopes.fault(
+    "cut_from_the_next_power",
+    "The first n slopes of the next larger power of two are taken. They are all steep: "
+    "no head is left that sees far.",
+    (SLOPES, "geometric(2 ** math.ceil(math.log2(n_heads)))[:n_heads]"),
+)
+alibi_slopes.fault(
+    "extra_without_skipping",
+    "The extra slopes are the first ones of the longer sequence, without skipping "
+    "every second: half of them repeat slopes that are there already.",
+    (SECOND, ""),
+)
+alibi_slopes.fault(
+    "extra_from_the_second",
+    "The extra slopes start with the second of the longer sequence: these are the "
+    "slopes that are there already. Start with the first.",
+    (SECOND, "[1::2]"),
+)
+alibi_slopes.fault(
+    "extra_first",
+    "The extra slopes stand in front. First come those of the power of two, then the "
+    "extra ones: a head's weights were trained with its slope.",
+    (SLOPES, "extra + geometric(power)"),
+)
+alibi_slopes.fault(
+    "power_below_itself",
+    "For a power of two the next smaller one is taken, and the rule for other numbers "
+    "applied. A power of two is its own: for 8 heads it is 8.",
+    ("int(math.log2(n_heads))", "max(math.ceil(math.log2(n_heads)) - 1, 0)"),
+)
+alibi_slopes.fault(
+    "halves_whatever_n",
+    "Each slope is half the one before, however many heads there are. The ratio is "
+    "2^(−8/n), which is a half for 8 heads only.",
+    (GEOMETRIC, "0.5**h for h in range(1, n + 1)"),
+)
+alibi_slopes.fault(
+    "whole_exponents",
+    "8/n is cut off to a whole number, by `//` or `int`. With more than 8 heads it is "
+    "a fraction.",
+    ("2 ** (-8 * h / n)", "2.0 ** (-(8 // n) * h)"),
+)
+
+QUERIES = "keys[t_k - t_q :]"
+DISTANCE = "(queries[:, None] - keys).abs()"
+PENALTY = "-alibi_slopes(n_heads)[:, None, None] * distance"
+
+alibi_bias.fault(
+    "top_left",
+    "The queries are taken for the first positions. They are the last: with a cache, "
+    "one query stands at the end of all keys.",
+    (QUERIES, "keys[:t_q]"),
+)
+alibi_bias.fault(
+    "top_left_signed",
+    "The queries are taken for the first positions. They are the last: with a cache, "
+    "one query stands at the end of all keys. As it is, keys that it may look at count "
+    "as later ones, and get a reward.",
+    (QUERIES, "keys[:t_q]"),
+    (DISTANCE, "queries[:, None] - keys"),
+)
+alibi_bias.fault(
+    "queries_after_the_keys",
+    "The queries are counted on from t_k, as if they stood behind all keys. They are "
+    "the last t_q of the t_k positions.",
+    (QUERIES, "torch.arange(t_k, t_k + t_q)"),
+)
+alibi_bias.fault(
+    "counted_from_the_key",
+    "slope · key position is returned. Softmax ignores what a whole row has in common, "
+    "so the weights come out right; but the bias is to be 0 on the diagonal, and "
+    "numbers that grow with the text lose digits in half precision.",
+    (DISTANCE, "-keys.expand(t_q, t_k)"),
+)
+alibi_bias.fault(
+    "from_the_last_key",
+    "Distance is counted from the last key for every query, so that the diagonal is "
+    "not 0. Each query counts from its own position.",
+    (DISTANCE, "(t_k - 1 - keys).expand(t_q, t_k)"),
+)
+alibi_bias.fault(
+    "one_too_far",
+    "Every distance is one too large: a query is at distance 0 from its own position.",
+    ("queries[:, None] - keys", "queries[:, None] + 1 - keys"),
+)
+alibi_bias.fault(
+    "squared",
+    "The penalty grows with the square of the distance; ALiBi's is linear.",
+    (".abs()", " ** 2"),
+)
+alibi_bias.fault(
+    "zero_times_infinity",
+    "A 0/1 mask is multiplied by −∞, and 0 · ∞ is NaN. Later keys are the mask's "
+    "business: leave any number there.",
+    (PENALTY, f"{PENALTY} + (keys > queries[:, None]) * -torch.inf"),
+)
+alibi_bias.fault(
+    "heads_last",
+    "The heads stand in the last dimension. Scores are (B, H, T_q, T_k), so the bias "
+    "must be (H, T_q, T_k) to line up with them.",
+    (PENALTY, f"({PENALTY}).permute(1, 2, 0)"),
+)
+alibi_bias.fault(
+    "slopes_on_the_keys",
+    "Slopes (n_heads,) times distances (t_q, t_k): broadcasting, which counts from the "
+    "end, lines the heads up with the keys. The slopes need two more dimensions.",
+    ("(n_heads)[:, None, None]", "(n_heads)"),
+)
+alibi_bias.fault(
+    "slopes_on_the_queries",
+    "Slopes (n_heads, 1) times distances (t_q, t_k): broadcasting, which counts from "
+    "the end, lines the heads up with the queries. One more dimension is missing.",
+    ("(n_heads)[:, None, None]", "(n_heads)[:, None]"),
+)
+alibi_bias.inherits(alibi_slopes, "starts_at_one", "one_formula_for_all")
+
+# The NTK base -------------------------------------------------------------------------
+
+EXPONENT = "(d_head / (d_head - 2))"
+FACTOR = f"factor ** {EXPONENT}"
+
+ntk_base.fault(
+    "exponent_one",
+    "The base is multiplied by the factor alone. The slowest pair's exponent is "
+    "−(d_head − 2)/d_head, not −1, so it is stretched a little too little: the factor "
+    "needs an exponent that makes up for it (and one that // does not round to 1).",
+    (FACTOR, "factor"),
+)
+ntk_base.fault(
+    "exponent_upside_down",
+    "The exponent is upside down.",
+    (EXPONENT, "((d_head - 2) / d_head)"),
+)
+ntk_base.fault(
+    "exponent_of_pairs",
+    "The exponent is made of the number of pairs, d_head/2, instead of d_head.",
+    (EXPONENT, "(d_head / 2 / (d_head / 2 - 2))"),
+)
+ntk_base.fault(
+    "exponent_two_over",
+    "The exponent is 2/(d_head − 2). That is what is missing on top of one factor.",
+    (EXPONENT, "(2 / (d_head - 2))"),
+)
+ntk_base.fault(
+    "one_less",
+    "The exponent divides by d_head − 1. The last pair is i = d_head/2 − 1, so 2i is "
+    "d_head − 2.",
+    (EXPONENT, "(d_head / (d_head - 1))"),
+)
+ntk_base.fault(
+    "divided",
+    "The base becomes smaller, and every pair turns faster. A longer text needs slower "
+    "turns, so a larger base.",
+    (f"base * {FACTOR}", f"base / {FACTOR}"),
+)
+ntk_base.fault(
+    "frequency_returned",
+    "This is the frequency of the slowest pair. Solve it for the base that gives it.",
+    (f"base * {FACTOR}", "base ** (-(d_head - 2) / d_head) / factor"),
+)
+
+# Parts together -----------------------------------------------------------------------
+
+ROTATED = "q, k = rotate(q), rotate(k)"
+
+rope_in_multi_head.fault(
+    "before_the_split",
+    "`MultiHeadAttention` turns queries and keys before they are split into heads. "
+    "RoPE then takes all heads for one wide one, and every head but the first gets "
+    "frequencies that are not its own: split first, then turn.",
+    ("split_heads(self.w_q(x)", "split_heads(rotate(self.w_q(x))"),
+    ("split_heads(self.w_k(x)", "split_heads(rotate(self.w_k(x))"),
+    (ROTATED, "pass"),
+    edited="MultiHeadAttention",
+)
+rope_in_multi_head.fault(
+    "along_heads",
+    "`MultiHeadAttention` hands over (B, T, H, d_head), and `rope` lays its positions "
+    "along the heads. Hand over (B, H, T, d_head): time stands before d_head.",
+    (ROTATED, "q, k = (rotate(y.transpose(1, 2)).transpose(1, 2) for y in (q, k))"),
+    edited="MultiHeadAttention",
+)
+rope_in_multi_head.fault(
+    "values_too",
+    "`MultiHeadAttention` turns the values as well. Position is for the scores; a "
+    "turned value brings its absolute position into the output.",
+    (ROTATED, "q, k, v = rotate(q), rotate(k), rotate(v)"),
+    edited="MultiHeadAttention",
+)
+rope_in_multi_head.fault(
+    "queries_only",
+    "`MultiHeadAttention` turns the queries and forgets the keys. Then scores depend "
+    "on the query's position instead of on the distance.",
+    (ROTATED, "q = rotate(q)"),
+    edited="MultiHeadAttention",
+)
+rope_in_multi_head.fault(
+    "rope_of_one_row",
+    "`rope` gives every row of the batch the first row's positions. Where rows are "
+    "padded on the left, theirs differ.",
+    (LINED_UP, "positions = positions[0]"),
+    edited="rope",
+)
+
+alibi_in_attention.fault(
+    "mask_from_the_top_left",
+    "`causal_mask` takes the queries for the first positions, `alibi_bias` for the "
+    "last. With one query and many keys the mask leaves it one key, the farthest.",
+    ("diagonal=t_k - t_q", "diagonal=0"),
+    edited="causal_mask",
+)
+alibi_in_attention.fault(
+    "bias_from_the_top_left",
+    "`alibi_bias` takes the queries for the first positions, `causal_mask` for the "
+    "last: the nearest keys are taken for future ones, and pay the most.",
+    (QUERIES, "keys[:t_q]"),
+    edited="alibi_bias",
+)
+alibi_in_attention.fault(
+    "bias_of_one_head",
+    "`alibi_bias` gives one bias for all heads, (T_q, T_k). It broadcasts without a "
+    "word, and every head sees equally far.",
+    (PENALTY, f"({PENALTY})[0]"),
+    edited="alibi_bias",
+)
+
+ntk_in_rope.fault(
+    "factor_alone",
+    "`ntk_base` multiplies the base by the factor alone. In `rope` the slowest pair's "
+    "exponent is −(d_head − 2)/d_head, so it is stretched by less than the factor.",
+    (FACTOR, "factor"),
+    edited="ntk_base",
+)
+ntk_in_rope.fault(
+    "base_ignored",
+    "`rope` takes a base and uses 10,000 all the same: stretching it does nothing.",
+    (POWER, "10_000.0 ** (pairs / d_head)"),
+    edited="rope",
+)
+ntk_in_rope.fault(
+    "exponents_to_one",
+    "`rope` spreads its exponents over d_head − 2, `ntk_base` counts on d_head: the "
+    "slowest pair is stretched by more than the factor.",
+    (POWER, "base ** (pairs / (d_head - 2))"),
+    edited="rope",
+)
