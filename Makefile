@@ -10,8 +10,10 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 
-# One thread a worker: two workers with two threads each on two cores are slower.
+# One thread per worker: two workers with two threads each on two cores are slower.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Where a cell ends its kernel (`exit()`), nbval would wait for 2,000 seconds.
+NBVAL := --nbval --nbval-cell-timeout=120
 
 .PHONY: lab test test-browser build grade handout format
 
@@ -19,7 +21,7 @@ lab: $(VENV)/.lab
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. notebooks/00_start.ipynb
 
 test: $(VENV)/.dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile --nbval
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto --dist loadfile $(NBVAL)
 
 test-browser: $(VENV)/.dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -p no:nbval -p no:xdist -m browser -rs tests/test_browser.py
