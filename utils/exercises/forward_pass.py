@@ -455,12 +455,11 @@ def _(answer, case):
     "How often does `Block(config)` run in your code?",
 )
 def _(answer, case):
-    module, again = case.call(answer, LLAMA), case.call(answer, LLAMA)
-    case.equal(len(module.blocks), 3, "the number of blocks")
-    first, *others = (b.attention.w_q.weight for b in module.blocks)
-    alike = any(torch.equal(first, other) for other in others)
+    held, again = (dict(case.call(answer, LLAMA).named_parameters()) for _ in range(2))
+    name = "blocks.{}.attention.w_q.weight".format
+    alike = any(torch.equal(held[name(0)], held[name(i)]) for i in (1, 2))
     case.true(not alike, "The blocks start with the same values.")
-    alike = torch.equal(first, again.blocks[0].attention.w_q.weight)
+    alike = torch.equal(held[name(0)], again[name(0)])
     case.true(not alike, "Two new models start with the same values.")
 
 
@@ -510,7 +509,10 @@ def _(answer, case):
     small = Sizes(500, 64, 2, 4, 2, 16, 96, 32)
     for c in (small, replace(small, tied=False), replace(small, style="gpt2")):
         module = case.call(answer, c)
-        for name, p in module.named_parameters():
+        inner = "blocks."
+        for name, p in sorted(
+            module.named_parameters(), key=lambda p: (p[0].startswith(inner), p[0])
+        ):
             if p.dim() == 1:
                 start = float(not name.endswith("bias"))
                 case.true(
@@ -971,10 +973,15 @@ ODD = Sizes(1_009, 37, 5, 14, 2, 12, 101, 61, tied=False)
 ODD_GPT2 = replace(ODD, d_head=13, style="gpt2")
 
 
-def count_agrees(case, answer, c, expected, what="the count"):
+def counts(case, expected, what, answer, *args):
     with torch.device("meta"):  # where building a model takes no memory
-        found = case.call(answer, c)
+        found = case.call(answer, *args)
     case.equal(found, expected, what)
+    case.true(isinstance(found, int), "The count is no whole number: use no `/`.")
+
+
+def count_agrees(case, answer, c, expected=None, what="the count"):
+    counts(case, expected or numbers_in(model_shapes(c)), what, answer, c)
 
 
 @count_parameters.requires(
@@ -984,14 +991,14 @@ def count_agrees(case, answer, c, expected, what="the count"):
 )
 def _(answer, case):
     for c in (ODD, replace(ODD, n_layers=1), replace(ODD, n_kv_heads=14, d_head=2)):
-        count_agrees(case, answer, c, numbers_in(model_shapes(c)))
+        count_agrees(case, answer, c)
 
 
 @count_parameters.requires("a tied matrix counts once")
 def _(answer, case):
     for c in (ODD, replace(ODD, n_layers=8, n_kv_heads=1)):
         c = replace(c, tied=True)
-        count_agrees(case, answer, c, numbers_in(model_shapes(c)))
+        count_agrees(case, answer, c)
 
 
 @count_parameters.requires(
@@ -1000,7 +1007,7 @@ def _(answer, case):
 )
 def _(answer, case):
     for c in (ODD_GPT2, replace(ODD_GPT2, n_kv_heads=14, max_len=99, tied=True)):
-        count_agrees(case, answer, c, numbers_in(model_shapes(c)))
+        count_agrees(case, answer, c)
 
 
 @count_parameters.requires(
@@ -1031,9 +1038,7 @@ def counted_flops(fields, t):
 
 def cost_agrees(case, answer, c, t, what="the number of operations"):
     expected = counted_flops(tuple(fields_of(c).values()), t)
-    with torch.device("meta"):
-        found = case.call(answer, c, t)
-    case.equal(found, expected, what)
+    counts(case, expected, what, answer, c, t)
 
 
 @forward_flops.requires(
@@ -1167,12 +1172,12 @@ def _(parts, case):
 def _(parts, case):
     for sizes in (LLAMA, TIED_GPT2):
         c = config_of(parts, case, sizes)
-        p = doubled(weights_for(model_shapes(c), 940))
-        model = load_all(case, case.call(parts["Transformer"], c), p).double()
+        p = weights_for(model_shapes(c), 940)
+        model = load_all(case, case.call(parts["Transformer"], c), p)
         ids = probe_ids(3, 4, below=23, seed=941)
-        actual, expected = case.call(model, ids), slow_decoder(ids, p, c)
-        case.close(actual, expected, f"logits, {c.style}", tolerance=ANGLES)
-        text = continued(Decoder(p, c), ids, 9)
+        actual, expected = case.call(model, ids), slow_decoder(ids, doubled(p), c)
+        case.close(actual, expected, f"logits, {c.style}")
+        text = continued(Decoder(doubled(p), c), ids, 9)
         actual = case.call(parts["generate"], model, ids, 9, temperature=0)
         case.equal(actual, text, "nine more tokens, past max_len: the text")
         actual = case.call(parts["sample"], expected[:, -1], temperature=0)

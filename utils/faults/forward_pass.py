@@ -1,1 +1,768 @@
-"""Lesson 08: mistakes in the decoder, in sampling, and in counting."""
+"""Lesson 08: mistakes in the decoder, in how it is sampled, and in what it costs."""
+
+from utils.exercises.forward_pass import (
+    Block,
+    Transformer,
+    TransformerConfig,
+    count_parameters,
+    forward_flops,
+    generate,
+    sample,
+    whole_decoder,
+)
+
+# TransformerConfig --------------------------------------------------------------------
+
+TransformerConfig.fault(
+    "width_must_be_divisible",
+    "It refuses a `d_model` that the heads do not divide. That is needed only where "
+    "`d_head` is made from it; here `d_head` is a size of its own.",
+    ("if self.n_heads % self", "if self.d_model % self.n_heads or self.n_heads % self"),
+)
+TransformerConfig.fault(
+    "odd_refused_in_both_styles",
+    'It refuses an odd `d_head` in style "gpt2" too. Only RoPE needs pairs; learned '
+    "positions do not.",
+    ('if self.style == "llama" and self', "if self"),
+)
+TransformerConfig.fault(
+    "shared_the_wrong_way",
+    "The division is the wrong way round. Several query heads share one KV head, so "
+    "it is the number of query heads that must be a multiple.",
+    ("self.n_heads % self.n_kv_heads", "self.n_kv_heads % self.n_heads"),
+)
+
+# Block --------------------------------------------------------------------------------
+
+ATTEND = "x = pre_norm(x, attend, self.norm_1)"
+THINK = "pre_norm(x, self.feed_forward, self.norm_2)"
+
+Block.fault(
+    "no_residual",
+    "The stream is replaced instead of added to: `x +` is missing, so what earlier "
+    "layers wrote is lost.",
+    (ATTEND, "x = attend(self.norm_1(x))"),
+    (THINK, "self.feed_forward(self.norm_2(x))"),
+)
+Block.fault(
+    "stream_normalised",
+    "The normalised stream goes on: the sum starts from norm(x) instead of x. In "
+    "pre-norm only the sublayer sees the normalised values.",
+    (ATTEND, "x = self.norm_1(x) + attend(self.norm_1(x))"),
+    (THINK, "self.norm_2(x) + self.feed_forward(self.norm_2(x))"),
+)
+Block.fault(
+    "post_norm",
+    "The norms come after the additions (post-norm). Here each norm belongs inside, "
+    "before its sublayer; the stream itself is never normalised.",
+    (ATTEND, "x = self.norm_1(x + attend(x))"),
+    (THINK, "self.norm_2(x + self.feed_forward(x))"),
+)
+Block.fault(
+    "parallel",
+    "Both sublayers read the block's input. The feed-forward network reads the stream "
+    "*after* attention has been added.",
+    (ATTEND, "new = pre_norm(x, attend, self.norm_1)"),
+    (THINK, "new + self.feed_forward(self.norm_2(x))"),
+)
+Block.fault(
+    "feed_forward_first",
+    "The feed-forward network runs before attention.",
+    (THINK, "pre_norm(x, attend, self.norm_1)"),
+    (ATTEND, f"x = {THINK}"),
+)
+Block.fault(
+    "attention_unused",
+    "Attention's result is not used: is it bound to a name that nobody reads, or added "
+    "to a copy?",
+    (ATTEND, ATTEND.removeprefix("x = ")),
+)
+Block.fault(
+    "feed_forward_unused",
+    "The feed-forward network's result is not used.",
+    (THINK, "x"),
+)
+Block.fault(
+    "second_residual_from_the_start",
+    "The second addition starts from the block's input, so attention's own "
+    "contribution to the stream is lost.",
+    (ATTEND, "new = pre_norm(x, attend, self.norm_1)"),
+    (THINK, "x + self.feed_forward(self.norm_2(new))"),
+)
+Block.fault(
+    "one_norm_for_both",
+    "`norm_1` is used twice. The two norms have weights of their own; while both are "
+    "ones, as at the start, nobody notices.",
+    ("self.feed_forward, self.norm_2)", "self.feed_forward, self.norm_1)"),
+)
+Block.fault(
+    "norms_exchanged",
+    "`norm_1` and `norm_2` are exchanged.",
+    ("attend, self.norm_1)", "attend, self.norm_2)"),
+    ("self.feed_forward, self.norm_2)", "self.feed_forward, self.norm_1)"),
+)
+Block.fault(
+    "not_normalised",
+    "The norms are made but never called.",
+    (ATTEND, "x = x + attend(x)"),
+    (THINK, "x + self.feed_forward(x)"),
+)
+Block.fault(
+    "second_not_normalised",
+    "The feed-forward network reads the stream without `norm_2`.",
+    (THINK, "x + self.feed_forward(x)"),
+)
+Block.fault(
+    "no_rotation",
+    "Nothing rotates queries and keys, so the block does not know the order of its "
+    "tokens.",
+    (", rotate=rotate", ""),
+)
+Block.fault(
+    "base_ignored",
+    "RoPE runs with its default base; the config's `rope_base` is not passed on.",
+    (", base=self.config.rope_base", ""),
+)
+Block.fault(
+    "mask_ignored",
+    "The mask is not passed on to attention.",
+    ("mask=mask, ", ""),
+)
+Block.fault(
+    "always_causal",
+    "The block hides the future by itself, even where no mask is given. It takes the "
+    "mask that it gets; the model decides.",
+    ("mask=mask", "mask=causal_mask(x.shape[1]).to(x.device)"),
+)
+Block.fault(
+    "positions_ignored",
+    "The positions that are given are ignored: it always counts from 0. With a cache, "
+    "or with padding on the left, that is wrong.",
+    ("if positions is None:", "if True:"),
+)
+Block.fault(
+    "eps_ignored",
+    "The norms use their default eps; the config's `norm_eps` is not passed on.",
+    (
+        "norm_1 = norm(config.d_model, eps=config.norm_eps)",
+        "norm_1 = norm(config.d_model)",
+    ),
+    (
+        "norm_2 = norm(config.d_model, eps=config.norm_eps)",
+        "norm_2 = norm(config.d_model)",
+    ),
+)
+Block.fault(
+    "head_width_from_model",
+    "`d_head` is not passed on, so heads are `d_model // n_heads` wide.",
+    ("config.n_kv_heads, config.d_head", "config.n_kv_heads"),
+)
+Block.fault(
+    "rotated_gpt2",
+    'Style "gpt2" rotates too. Its positions are added to the embedding by the model.',
+    ('if self.config.style == "llama":', "if True:"),
+)
+Block.fault(
+    "tanh_gelu",
+    "This is the tanh approximation of GELU (`gelu_new` in GPT-2's own code). Here the "
+    "exact one of lesson 05 is used.",
+    ("config.d_ff, gelu)", 'config.d_ff, nn.GELU(approximate="tanh"))'),
+)
+Block.fault(
+    "relu",
+    'Style "gpt2" uses ReLU; it should be GELU.',
+    ("config.d_ff, gelu)", "config.d_ff, nn.ReLU())"),
+)
+
+# Transformer --------------------------------------------------------------------------
+
+MASK = "causal_mask(t)"
+BLOCKS = "nn.ModuleList(Block(config) for _ in range(config.n_layers))"
+LOGITS = "return self.head(self.norm(x))"
+NORMAL = "nn.init.normal_(parameter, std=0.02)"
+TIES = "self.head.weight = self.embedding.weight"
+COPY = "if config.tied: self.head.load_state_dict(self.embedding.state_dict())"
+
+Transformer.fault(
+    "no_mask",
+    "No mask hides the future: every position sees the tokens that it is to predict. "
+    "The loss in training will look wonderful, the texts will not.",
+    ("block(x, mask, positions)", "block(x, None, positions)"),
+)
+Transformer.fault(
+    "mask_upside_down",
+    "The mask is upside down: each position sees what comes *after* it. True = may "
+    "look, row = query, column = key.",
+    (MASK, f"{MASK}.T"),
+)
+Transformer.fault(
+    "diagonal_hidden",
+    "No position sees itself: the mask is one diagonal too narrow.",
+    (MASK, f"{MASK}.tril(-1)"),
+)
+Transformer.fault(
+    "one_ahead",
+    "Each position sees one token ahead, the very one that it must predict.",
+    (MASK, "torch.ones(t, t).tril(1).bool()"),
+)
+Transformer.fault(
+    "no_final_norm",
+    "The stream reaches the head without the last norm.",
+    (LOGITS, "return self.head(x)"),
+)
+Transformer.fault(
+    "eps_of_the_last_norm",
+    "The last norm uses its default eps; the config's `norm_eps` is not passed on.",
+    ("norm(config.d_model, eps=config.norm_eps)", "norm(config.d_model)"),
+)
+Transformer.fault(
+    "embedding_scaled",
+    "The embedding is multiplied by √d_model. The paper of 2017 does that; the two "
+    "styles here do not.",
+    ("x = self.embedding(ids)", "x = self.embedding(ids) * self.config.d_model**0.5"),
+)
+Transformer.fault(
+    "probabilities",
+    "It returns probabilities. Return the logits: training and sampling apply the "
+    "softmax where they need it.",
+    (LOGITS, f"{LOGITS}.softmax(-1)"),
+)
+Transformer.fault(
+    "last_position_only",
+    "It returns the logits of the last position alone. Training needs those of all "
+    "positions.",
+    (LOGITS, f"{LOGITS}[:, -1]"),
+)
+Transformer.fault(
+    "shifted",
+    "The logits of the last position are cut off. The shift by one belongs to the "
+    "targets, and is made where the loss is computed: here it would be made twice.",
+    (LOGITS, f"{LOGITS}[:, :-1]"),
+)
+Transformer.fault(
+    "positions_forgotten",
+    'In style "gpt2" nothing is added to the embedding for the position.',
+    ("x = x + self.positions(positions)", "pass"),
+)
+Transformer.fault(
+    "one_block_many_times",
+    "`[Block(config)] * n` is one block in n places, not n blocks: Python copies the "
+    "reference, not the object. Make a new one in each turn of a loop.",
+    (BLOCKS, "nn.ModuleList([Block(config)] * config.n_layers)"),
+)
+Transformer.fault(
+    "blocks_in_a_list",
+    "The blocks are in a plain Python list. PyTorch does not look into it: their "
+    "parameters are neither trained nor saved nor moved. Use `nn.ModuleList`.",
+    (BLOCKS, "[Block(config) for _ in range(config.n_layers)]"),
+)
+Transformer.fault(
+    "starts_too_large",
+    "The embedding keeps PyTorch's starting values, of standard deviation 1. Tied to "
+    "the head they make logits of size √d_model, and a new model is sure of nonsense.",
+    (NORMAL, "pass"),
+)
+Transformer.fault(
+    "vectors_random_too",
+    "The weights of the norms get random values too, near 0, which nearly silences "
+    "every layer. Only matrices do: parameters with more than one dimension.",
+    ("if parameter.dim() > 1:", "if True:"),
+)
+Transformer.fault(
+    "uniform_start",
+    "The starting values are spread evenly over a range. Normal values are asked for.",
+    (NORMAL, "nn.init.uniform_(parameter, -0.0346, 0.0346)"),
+)
+Transformer.fault(
+    "seeded_inside",
+    "A seed is set inside: every new model has the same starting values, and so has "
+    "whatever draws after it.",
+    ("self.config = config", "self.config = config\n        torch.manual_seed(0)"),
+)
+Transformer.fault(
+    "never_tied",
+    "`tied` is ignored: the head always has a matrix of its own.",
+    ("if config.tied:", "if False:"),
+)
+Transformer.fault(
+    "always_tied",
+    "`tied` is ignored: the head always shares the embedding's matrix.",
+    ("if config.tied:", "if True:"),
+)
+Transformer.fault(
+    "values_copied",
+    "The head starts with the embedding's values, but in a parameter of its own: the "
+    "first training step makes them differ.",
+    (TIES, "pass"),
+    (NORMAL, f"{NORMAL}\n        {COPY}"),
+)
+
+# sample -------------------------------------------------------------------------------
+
+COLD = "if temperature == 0:\n        return logits.argmax(dim=-1)"
+DIVIDED = "(scaled - scaled[:, :1]) / temperature"
+CUT = "scaled[:, top_k:] = -torch.inf"
+REACHED = "p.cumsum(dim=-1) - p >= top_p"
+IN_TOP_P = "p = torch.softmax(scaled, dim=-1)\n        scaled"
+TO_DRAW = "p = torch.softmax(scaled, dim=-1)\n    drawn"
+DRAW = "torch.multinomial(p, num_samples=1, generator=generator)"
+TOKENS = "order.gather(1, drawn).squeeze(1)"
+
+sample.fault(
+    "zero_divides",
+    "Temperature 0 divides by zero. It means the most likely token: return that before "
+    "anything is divided.",
+    (COLD, ""),
+)
+sample.fault(
+    "argmax_over_rows",
+    "The most likely token is looked for across the batch instead of the vocabulary, "
+    "the last dimension.",
+    ("argmax(dim=-1)", "argmax(dim=0)"),
+)
+sample.fault(
+    "always_greedy",
+    "It always takes the most likely token. Draw, with the probabilities.",
+    (DRAW, "p.argmax(dim=-1, keepdim=True)"),
+)
+sample.fault(
+    "softmax_over_the_batch",
+    "The softmax runs over the rows of the batch instead of the vocabulary, the last "
+    "dimension.",
+    (TO_DRAW, TO_DRAW.replace("dim=-1", "dim=0")),
+)
+sample.fault(
+    "every_rank_returned",
+    "What is drawn from the sorted probabilities is a rank, not a token. Look up which "
+    "token has that rank.",
+    (TOKENS, "drawn.squeeze(1)"),
+)
+sample.fault(
+    "extra_dimension",
+    "The result is `(B, 1)`; one token a row is `(B,)`.",
+    (TOKENS, "order.gather(1, drawn)"),
+)
+sample.fault(
+    "row_alone_squeezed",
+    "`squeeze()` without a dimension takes away every dimension of size 1, that of a "
+    "batch of one row as well. Name the one that goes.",
+    (TOKENS, "order.gather(1, drawn).squeeze()"),
+)
+sample.fault(
+    "multiplied",
+    "The logits are multiplied by the temperature: a high one then makes the model "
+    "*more* sure. Divide.",
+    ("/ temperature", "* temperature"),
+)
+sample.fault(
+    "temperature_ignored",
+    "The temperature changes nothing. Is it used? On probabilities a division is "
+    "undone by the next normalisation; divide the logits.",
+    (" / temperature", ""),
+)
+sample.fault(
+    "top_k_ignored",
+    "`top_k` is not used.",
+    (CUT, "pass"),
+)
+sample.fault(
+    "least_likely_kept",
+    "top_k keeps the least likely tokens: the order is reversed.",
+    (CUT, "scaled[:, :-top_k] = -torch.inf"),
+)
+sample.fault(
+    "cut_to_zero",
+    "Tokens that are cut get a logit of 0, and exp(0) is 1: they can still be drawn. "
+    "Their probability must be 0, so their logit −inf.",
+    (CUT, "scaled[:, top_k:] = -logits.amax(dim=-1, keepdim=True) / temperature"),
+)
+sample.fault(
+    "ranks_returned",
+    "What is drawn from the sorted probabilities is a rank, not a token, where `top_k` "
+    "or `top_p` is given. Look up which token has that rank.",
+    (TOKENS, f"drawn.squeeze(1) if top_k or top_p else {TOKENS}"),
+)
+sample.fault(
+    "top_p_ignored",
+    "`top_p` is not used.",
+    ("if top_p is not None and top_p < 1", "if False"),
+)
+sample.fault(
+    "crossing_token_dropped",
+    "The token that crosses `top_p` is dropped, so that less than `top_p` is left. "
+    "Keep it: look at the sum before each token.",
+    (REACHED, "p.cumsum(dim=-1) > top_p"),
+)
+sample.fault(
+    "mask_not_sent_back",
+    "The mask was made for sorted tokens and is applied to unsorted ones. It must go "
+    "back to the order of the vocabulary.",
+    (REACHED, f"({REACHED}).gather(1, order)"),
+)
+sample.fault(
+    "top_p_before_temperature",
+    "`top_p` looks at the probabilities before the temperature has changed them.",
+    (IN_TOP_P, IN_TOP_P.replace("scaled,", "scaled * temperature,")),
+)
+sample.fault(
+    "top_p_first",
+    "`top_p` is applied before `top_k`. Then the two do not mean the same: top_k "
+    "first, then top_p on what is left.",
+    (DIVIDED, f"{DIVIDED}; whole = scaled.clone()"),
+    (IN_TOP_P, IN_TOP_P.replace("scaled,", "whole,")),
+)
+sample.fault(
+    "first_row_decides",
+    "The first row decides how many tokens are kept in all rows.",
+    (REACHED, f"({REACHED})[:1].expand_as(p)"),
+)
+sample.fault(
+    "half_overflows",
+    "In float16 a logit divided by a small temperature passes 65,504, the largest "
+    "number, and infinity minus infinity is NaN. Work in float32.",
+    ("logits.float()", "logits"),
+    (DIVIDED, "scaled / temperature"),
+)
+sample.fault(
+    "generator_ignored",
+    "The generator is not passed on, so its seed decides nothing.",
+    (", generator=generator", ""),
+)
+sample.fault(
+    "reseeded",
+    "A new generator with a fixed seed is made in each call: every draw is the same.",
+    ("generator=generator", "generator=torch.Generator().manual_seed(0)"),
+)
+
+# generate -----------------------------------------------------------------------------
+
+SEEN = "model(ids[:, -max_len:])"
+DRAWN = "sample(logits, temperature, top_k, top_p, generator)"
+LOOP = "for _ in range(n_tokens):"
+
+generate.fault(
+    "first_position",
+    "The next token is drawn from the first position's logits. The last position has "
+    "seen the whole text.",
+    (f"{SEEN}[:, -1]", f"{SEEN}[:, 0]"),
+)
+generate.fault(
+    "last_but_one",
+    "The next token is drawn from the last position but one: it predicts the token "
+    "that is already there.",
+    (f"{SEEN}[:, -1]", f"{SEEN}[:, -2:][:, 0]"),
+)
+generate.fault(
+    "prompt_alone",
+    "The model reads the prompt in every step, never what it has written.",
+    (LOOP, f"prompt = ids\n    {LOOP}"),
+    (SEEN, "model(prompt)"),
+)
+generate.fault(
+    "last_token_alone",
+    "The model reads only the newest token. Without a cache (lesson 10) it has to read "
+    "the whole text again.",
+    (SEEN, "model(ids[:, -1:])"),
+)
+generate.fault(
+    "prompt_left_out",
+    "The prompt is missing from the result.",
+    ("return ids", "return ids[:, -n_tokens:]"),
+)
+generate.fault(
+    "put_in_front",
+    "New tokens are put in front of the text.",
+    ("[ids, token[:, None]]", "[token[:, None], ids]"),
+)
+generate.fault(
+    "up_to_n_tokens",
+    "`n_tokens` is taken for the length of the whole text. It is how many tokens are "
+    "added.",
+    (LOOP, "for _ in range(n_tokens - ids.shape[1]):"),
+)
+generate.fault(
+    "no_window",
+    "Past `max_len` the model is given more tokens than it can read.",
+    (SEEN, "model(ids)"),
+)
+generate.fault(
+    "first_tokens_seen",
+    "Past `max_len` the model sees the *first* tokens, and so never again what it has "
+    "just written.",
+    (SEEN, "model(ids[:, :max_len])"),
+)
+generate.fault(
+    "defaults_to_greedy",
+    "Without settings it takes the most likely token; the temperature is 1 unless "
+    "given.",
+    (DRAWN, DRAWN.replace("temperature", "temperature * (temperature != 1)")),
+)
+generate.fault(
+    "temperature_not_passed",
+    "The temperature is not passed on to `sample`.",
+    (DRAWN, DRAWN.replace("temperature", "float(temperature > 0)")),
+)
+generate.fault(
+    "top_k_not_passed",
+    "`top_k` is not passed on to `sample`.",
+    (DRAWN, DRAWN.replace("top_k", "None")),
+)
+generate.fault(
+    "top_p_not_passed",
+    "`top_p` is not passed on to `sample`.",
+    (DRAWN, DRAWN.replace("top_p", "None")),
+)
+generate.fault(
+    "settings_exchanged",
+    "`top_k` and `top_p` reach `sample` in each other's place. Pass them by name.",
+    (DRAWN, DRAWN.replace("top_k, top_p", "top_p, top_k")),
+)
+generate.fault(
+    "generator_not_passed",
+    "The generator is not passed on to `sample`.",
+    (", generator)", ")"),
+)
+
+# count_parameters ---------------------------------------------------------------------
+
+count_parameters.fault(
+    "kv_heads_ignored",
+    "Keys and values are counted once for every query head; there are only "
+    "`n_kv_heads` of them.",
+    ("c.n_kv_heads * c.d_head", "c.n_heads * c.d_head"),
+)
+count_parameters.fault(
+    "heads_fill_the_width",
+    "The heads are taken to fill `d_model`. Their width is `d_head`, which need not be "
+    "d_model / n_heads.",
+    ("c.n_heads * c.d_head", "c.n_heads * (c.d_model // c.n_heads)"),
+    ("c.n_kv_heads * c.d_head", "c.n_kv_heads * (c.d_model // c.n_heads)"),
+)
+count_parameters.fault(
+    "tied_twice",
+    "A tied matrix is counted twice.",
+    ("1 if c.tied else 2", "2"),
+)
+count_parameters.fault(
+    "always_tied",
+    "The head's own matrix is missing where it is not tied.",
+    ("1 if c.tied else 2", "1"),
+)
+count_parameters.fault(
+    "gate_forgotten",
+    "SwiGLU has three matrices, one of them is missing.",
+    ("2 if gpt2 else 3", "2"),
+)
+count_parameters.fault(
+    "norms_forgotten",
+    "The weights of the norms are missing.",
+    ("2 if gpt2 else 1", "0"),
+)
+count_parameters.fault(
+    "last_norm_forgotten",
+    "The norm before the head is missing.",
+    ("blocks + norm", "blocks"),
+)
+count_parameters.fault(
+    "one_norm_a_block",
+    "A block has two norms, one is missing.",
+    ("2 * norm", "norm"),
+)
+count_parameters.fault(
+    "biases_forgotten",
+    'In style "gpt2" the linear layers have biases; they are missing.',
+    (" + biases", ""),
+)
+count_parameters.fault(
+    "norm_biases_forgotten",
+    'In style "gpt2" each norm has a bias too; it is missing.',
+    ("2 if gpt2 else 1", "1"),
+)
+count_parameters.fault(
+    "positions_forgotten",
+    'In style "gpt2" the table of positions is learned; it is missing.',
+    (" + table", ""),
+)
+count_parameters.fault(
+    "embedding_forgotten",
+    "The embedding is missing: V·d numbers.",
+    ("1 if c.tied else 2", "0 if c.tied else 1"),
+)
+count_parameters.fault(
+    "one_layer",
+    "Only one block is counted.",
+    ("c.n_layers * (", "("),
+)
+count_parameters.fault(
+    "rope_counted",
+    "RoPE's angles are counted; they are computed, not learned.",
+    ("if gpt2 else 0\n    return", "if gpt2 else c.max_len * c.d_head // 2\n    return"),
+)
+
+# forward_flops ------------------------------------------------------------------------
+
+forward_flops.fault(
+    "multiplications_alone",
+    "A multiplication and its addition are counted as one; they are two operations "
+    "here.",
+    ("return 2 * (", "return ("),
+)
+forward_flops.fault(
+    "backward_too",
+    "The backward pass is counted too. It costs about twice the forward pass, which "
+    "alone is asked for.",
+    ("return 2 * (", "return 6 * ("),
+)
+forward_flops.fault(
+    "scores_forgotten",
+    "The products of queries with keys, and of weights with values, are missing. They "
+    "have no parameters but cost T² each.",
+    (" + scores", ""),
+)
+forward_flops.fault(
+    "values_forgotten",
+    "One of attention's two products is missing: queries with keys, and weights with "
+    "values.",
+    ("2 * t * t", "t * t"),
+)
+forward_flops.fault(
+    "one_score_each",
+    "The scores grow with T here; every position meets every other, so they grow with "
+    "T².",
+    ("2 * t * t", "2 * t"),
+)
+forward_flops.fault(
+    "causal_half",
+    "Only the scores that the mask leaves are counted. Our code computes the whole "
+    "square and hides half of it.",
+    ("2 * t * t", "t * (t + 1)"),
+)
+forward_flops.fault(
+    "scores_of_the_stream",
+    "The scores are counted with `d_model`; the heads together are n_heads·d_head "
+    "wide.",
+    ("c.n_layers * c.n_heads * c.d_head", "c.n_layers * c.d_model"),
+)
+forward_flops.fault(
+    "scores_of_kv_heads",
+    "The scores are counted once for each KV head. Every query head has its own, even "
+    "where it shares keys.",
+    ("c.n_layers * c.n_heads", "c.n_layers * c.n_kv_heads"),
+)
+forward_flops.fault(
+    "scores_of_one_layer",
+    "The scores are counted for one block. Every block has its own.",
+    ("c.n_layers * c.n_heads", "c.n_heads"),
+)
+forward_flops.fault(
+    "kv_heads_ignored",
+    "Keys and values are projected once for every query head here; there are only "
+    "`n_kv_heads` of them.",
+    ("c.n_heads + c.n_kv_heads", "2 * c.n_heads"),
+)
+forward_flops.fault(
+    "gate_forgotten",
+    "SwiGLU has three matrices, one of them is missing.",
+    ('2 if c.style == "gpt2" else 3', "2"),
+)
+forward_flops.fault(
+    "always_gated",
+    'Style "gpt2" has two matrices in its feed-forward network, not three.',
+    ('2 if c.style == "gpt2" else 3', "3"),
+)
+forward_flops.fault(
+    "head_forgotten",
+    "The head is missing: V·d multiplications a token.",
+    (" + c.vocab_size * c.d_model", ""),
+)
+forward_flops.fault(
+    "tied_head_free",
+    "A tied head saves parameters, not work: it multiplies all the same.",
+    ("+ c.vocab_size", "+ (not c.tied) * c.vocab_size"),
+)
+forward_flops.fault(
+    "last_position_head",
+    "The head runs on the last position alone here; the model gives logits at every "
+    "position.",
+    ("c.vocab_size * c.d_model", "c.vocab_size * c.d_model / t"),
+    ("t * weights", "round(t * weights)"),
+)
+forward_flops.fault(
+    "embedding_counted",
+    "The embedding is counted as a product. It is a look-up and costs no arithmetic.",
+    ("+ c.vocab_size", "+ 2 * c.vocab_size"),
+)
+forward_flops.fault(
+    "one_layer",
+    "Only one block is counted.",
+    ("c.n_layers * (attention", "(attention"),
+    ("c.n_layers * c.n_heads", "c.n_heads"),
+)
+forward_flops.fault(
+    "two_per_parameter",
+    "This is the rule of two operations a parameter and token. It knows neither the "
+    "scores nor that norms and embeddings are no products.",
+    ("2 * (t * weights + scores)", "2 * count_parameters(config) * t"),
+)
+
+# The parts of lessons 02 to 08 together -----------------------------------------------
+
+whole_decoder.fault(
+    "rope_on_halves",
+    "`rope` pairs the two halves of a head; the decoder's weights are for neighbours.",
+    ("x[..., 0::2], x[..., 1::2]", "x.chunk(2, dim=-1)"),
+    ("flatten(-2)", "transpose(-2, -1).flatten(-2)"),
+    edited="rope",
+)
+whole_decoder.fault(
+    "mask_says_hidden",
+    "`causal_mask` marks what is hidden, and attention reads True as “may look”.",
+    (".tril(diagonal=t_k - t_q)", ".triu(diagonal=t_k - t_q + 1)"),
+    edited="causal_mask",
+)
+whole_decoder.fault(
+    "kv_heads_tiled",
+    "`MultiHeadAttention` tiles its KV heads; neighbours share one.",
+    ("repeat_kv(k, group_size)", "k.repeat(1, group_size, 1, 1)"),
+    ("repeat_kv(v, group_size)", "v.repeat(1, group_size, 1, 1)"),
+    edited="MultiHeadAttention",
+)
+whole_decoder.fault(
+    "eps_fixed",
+    "`RMSNorm` ignores the eps that it is given.",
+    ("self.eps = eps", "self.eps = 1e-6"),
+    edited="RMSNorm",
+)
+whole_decoder.fault(
+    "stream_normalised",
+    "`pre_norm` adds to the normalised stream instead of the stream.",
+    ("x + sublayer", "norm(x) + sublayer"),
+    edited="pre_norm",
+)
+whole_decoder.fault(
+    "gelu_by_tanh",
+    "`gelu` is the approximation by tanh.",
+    (
+        "0.5 * x * (1 + torch.erf(x / math.sqrt(2)))",
+        'nn.functional.gelu(x, approximate="tanh")',
+    ),
+    edited="gelu",
+)
+whole_decoder.fault(
+    "block_forgets_the_base",
+    "`Block` uses RoPE's default base.",
+    (", base=self.config.rope_base", ""),
+    edited="Block",
+)
+whole_decoder.fault(
+    "model_without_mask",
+    "`Transformer` has no mask.",
+    ("block(x, mask, positions)", "block(x, None, positions)"),
+    edited="Transformer",
+)
+whole_decoder.fault(
+    "generate_reads_one_token",
+    "`generate` gives the model the newest token alone.",
+    (SEEN, "model(ids[:, -1:])"),
+    edited="generate",
+)
