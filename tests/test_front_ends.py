@@ -218,8 +218,10 @@ ENCODED = {
 }
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
-@pytest.mark.parametrize("command", ENCODED)
+@pytest.mark.parametrize(
+    ("command", "encoding"),
+    [*zip(ENCODED, ["cp1252", "ascii", "ascii", "cp1252"], strict=True)],
+)
 def test_output_in_an_encoding_without_our_marks(copy, command, encoding):
     (copy / "answer.py").write_text(ANSWER)
     (copy / "class" / "名前").mkdir(parents=True)
