@@ -1,14 +1,15 @@
 """Lesson 02: attention weights, attention, masks, and a head of self-attention."""
 
 import math
+from functools import partial
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils.check.inputs import in_float64
 from utils.check.exercise import Exercise
+from utils.check.inputs import in_float64
 from utils.probe import probe, probe_ids, strided
 
 attention_weights = Exercise("attention_weights", lesson="attention")
@@ -107,261 +108,164 @@ def roughly(case, answer, oracle, *args, tolerance):
 
 # Attention weights, and attention by the same requirements ----------------------------
 
+BOTH = (
+    (attention_weights, slow_weights, lambda q, k: (q, k)),
+    (attention, slow_attention, lambda q, k: (q, k, values_of(k))),
+)
 
-@attention_weights.requires(
+
+def values_of(keys):
+    """Values for these keys, of a width that nothing else has."""
+    *lead, d_head = keys.shape
+    return probe(*lead, d_head + 6, seed=50, dtype=keys.dtype)
+
+
+def required(sentence, hint="", of_attention=("", "")):
+    """Decorates `test(answer, case, oracle, given)`, a requirement of both exercises.
+
+    given: what an answer gets for queries and keys. of_attention: another sentence or
+    hint there.
+    """
+
+    def add(test):
+        for exercise, oracle, given in BOTH:
+            other = of_attention if exercise is attention else ("", "")
+            exercise.requires(other[0] or sentence, other[1] or hint)(
+                partial(test, oracle=oracle, given=given)
+            )
+
+    return add
+
+
+@required(
     "each query's weights are softmax over the keys of q·k divided by the root of "
     "d_head",
     "Do it for one query and two keys on paper. Which dimension of q meets which of k "
     "in the product, counted from the end? Which numbers should sum to 1? And what is "
     "`mask` when nobody hands one in?",
+    (
+        "each query gets the values averaged by its attention weights",
+        "Shapes: weights (T_q, T_k), values (T_k, d_v), result (T_q, d_v). The scores "
+        "are those of the exercise before, and `mask` may be None.",
+    ),
 )
-def _(answer, case):
-    case.agrees(answer, slow_weights, *queries_and_keys(t_q=3, t_k=5, d_head=7))
-    case.agrees(answer, slow_weights, *queries_and_keys(t_q=5, t_k=2, d_head=3, seed=2))
-    case.agrees(
-        answer, slow_weights, *queries_and_keys(t_q=1, t_k=3, d_head=64, seed=4)
-    )
+def _(answer, case, oracle, given):
+    for t_q, t_k, d_head in ((3, 5, 7), (5, 2, 3), (1, 3, 64)):
+        q, k = queries_and_keys(t_q=t_q, t_k=t_k, d_head=d_head, seed=t_q)
+        case.agrees(answer, oracle, *given(q, k))
 
 
-@attention_weights.requires(
+@required(
     "batches and heads in front are each treated by themselves",
     "Two, three or four dimensions may come in, so count them from the end.",
 )
-def _(answer, case):
-    one_head = queries_and_keys(3, t_q=4, t_k=5, d_head=7, seed=6)
-    case.agrees(answer, slow_weights, *one_head)
-    heads = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=8)
-    case.agrees(answer, slow_weights, *heads)
-    case.agrees(answer, slow_weights, *queries_and_keys(2, 5, t_q=3, t_k=3, d_head=3))
+def _(answer, case, oracle, given):
+    for lead in ((3,), (2, 3), (2, 5)):
+        q, k = queries_and_keys(*lead, t_q=4, t_k=6, d_head=7, seed=6)
+        case.agrees(answer, oracle, *given(q, k))
+    q, k = queries_and_keys(2, 5, t_q=3, t_k=3, d_head=3)
+    case.agrees(answer, oracle, *given(q, k))
 
 
-@attention_weights.requires(
+@required(
     "scores of ±10,000 give no overflow",
     "Lesson 00: an exponential needs the row's maximum subtracted first.",
 )
-def _(answer, case):
+def _(answer, case, oracle, given):
     q, k = whole(2, 4, 16), whole(2, 5, 16, seed=1)
-    roughly(case, answer, slow_weights, q, k, tolerance=0.01)
+    roughly(case, answer, oracle, *given(q, k), tolerance=0.01)
     for level in (10_000, -10_000):
         q, k = at_level(level, 2, t_q=4, t_k=5, seed=2)
-        roughly(case, answer, slow_weights, q, k, tolerance=0.01)
+        roughly(case, answer, oracle, *given(q, k), tolerance=0.01)
 
 
-@attention_weights.requires(
+@required(
     "with a mask, a query's weights are softmax over the keys where the mask is True, "
     "and 0 elsewhere",
     "What would a score have to be, so that its weight comes out as exactly 0?",
+    (
+        "with a mask, the average is over the values where the mask is True",
+        "The mask belongs to the weights: hand it on.",
+    ),
 )
-def _(answer, case):
+def _(answer, case, oracle, given):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=10)
-    case.agrees(answer, slow_weights, q, k, some_mask(4, 5))
+    case.agrees(answer, oracle, *given(q, k), some_mask(4, 5))
     q, k = queries_and_keys(t_q=4, t_k=4, d_head=3, seed=12)
-    case.agrees(answer, slow_weights, q, k, mask=torch.ones(4, 4).tril().bool())
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    case.agrees(answer, oracle, *given(q, k), mask=mask)
 
 
-@attention_weights.requires("masks of fewer or smaller dimensions are broadcast")
-def _(answer, case):
+@required("masks of fewer or smaller dimensions are broadcast")
+def _(answer, case, oracle, given):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=14)
     for i, size in enumerate(((2, 1, 1, 5), (2, 1, 4, 5), (2, 3, 4, 5), (1, 5))):
-        case.agrees(answer, slow_weights, q, k, some_mask(*size, seed=i))
+        case.agrees(answer, oracle, *given(q, k), some_mask(*size, seed=i))
 
 
-@attention_weights.requires(
+@required(
     "a key that the mask hides changes nothing, however large its score",
     "Is the hidden key out before the softmax divides, and is the number that stands "
     "for it below every score?",
 )
-def _(answer, case):
+def _(answer, case, oracle, given):
     for visible, hidden in HIDDEN_LEVELS:
         q, k, mask = one_hidden(visible, hidden)
-        roughly(case, answer, slow_weights, q, k, mask, tolerance=0.01)
+        roughly(case, answer, oracle, *given(q, k), mask, tolerance=0.01)
 
 
-@attention_weights.requires(
-    "a query that may look at nothing gets zeros, and the others keep their weights",
+@required(
+    "a query that may look at nothing gets zeros, and the others what is theirs",
     "What does your softmax make of a row of nothing but hidden keys? Put something in "
     "order after it.",
 )
-def _(answer, case):
+def _(answer, case, oracle, given):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=18)
-    case.agrees(answer, slow_weights, q, k, blind_rows(some_mask(2, 1, 4, 5, seed=6)))
-    empty = torch.tensor([True, False]).view(2, 1, 1, 1)
-    case.agrees(answer, slow_weights, q, k, empty)
+    for mask in (
+        blind_rows(some_mask(2, 1, 4, 5, seed=6)),
+        torch.tensor([True, False]).view(2, 1, 1, 1),
+    ):
+        case.agrees(answer, oracle, *given(q, k), mask)
 
 
-@attention_weights.requires(
+@required(
     "the gradients are right, and finite for a query that may look at nothing too",
     "A gradient of zeros: is there a `detach()` or a `torch.no_grad()`? NaN: one that is "
     "replaced after the softmax can still come back through the gradient. Which "
     "operation lets no gradient through to what it overwrites?",
 )
-def _(answer, case):
+def _(answer, case, oracle, given):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
-    found = case.call(answer, q.clone().requires_grad_(), k.clone().requires_grad_())
-    case.is_tensor(found)
-    case.true(
-        found.requires_grad,
-        "No gradient flows through it: a `detach()`, `.data`, `.item()` or "
-        "`torch.no_grad()` cuts the graph.",
-    )
-    case.gradients_agree(answer, slow_weights, q, k)
-    case.gradients_agree(answer, slow_weights, q, k, some_mask(2, 1, 4, 5, seed=7))
-    mask = blind_rows(some_mask(2, 1, 4, 5, seed=8))
-    case.gradients_agree(answer, slow_weights, q, k, mask)
+    case.gradients_agree(answer, oracle, *given(q, k))
+    some = some_mask(2, 1, 4, 5, seed=7)
+    for mask in (some, blind_rows(some)):
+        case.gradients_agree(answer, oracle, *given(q, k), mask)
 
 
-@attention_weights.requires(
-    "float64, float16, bfloat16 and memory that is not contiguous work too",
-    "Return the dtype of q. A constant that suits float32 may not exist in float16.",
-)
-def _(answer, case):
-    mask = some_mask(2, 1, 4, 5, seed=9)
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=21, dtype=torch.float64)
-    roughly(case, answer, slow_weights, q, k, mask, tolerance=1e-5)
-    for dtype in (torch.float16, torch.bfloat16):
-        q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=22, dtype=dtype)
-        case.agrees(answer, slow_weights, q, k)
-        case.agrees(answer, slow_weights, q, k, mask)
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=24)
-    case.agrees(answer, slow_weights, strided(q), strided(k), mask)
-    turned = probe(2, 4, 3, 7, seed=26).transpose(1, 2)
-    case.agrees(answer, slow_weights, turned, k, mask)
-
-
-@attention_weights.requires("it creates nothing on another device")
-def _(answer, case):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
-    case.any_device(answer, q, k)
-    case.any_device(answer, q, k, some_mask(4, 5))
-
-
-def values(*lead, t_k, d_v, seed=50, dtype=torch.float32):
-    return probe(*lead, t_k, d_v, seed=seed, dtype=dtype)
-
-
-@attention.requires(
-    "each query gets the values averaged by its attention weights",
-    "Shapes: weights (T_q, T_k), values (T_k, d_v), result (T_q, d_v). The scores are "
-    "those of the exercise before, and `mask` may be None.",
-)
-def _(answer, case):
-    q, k = queries_and_keys(t_q=3, t_k=5, d_head=7)
-    case.agrees(answer, F.scaled_dot_product_attention, q, k, values(t_k=5, d_v=3))
-    q, k = queries_and_keys(t_q=5, t_k=2, d_head=3, seed=2)
-    case.agrees(answer, F.scaled_dot_product_attention, q, k, values(t_k=2, d_v=6))
-    q, k = queries_and_keys(t_q=1, t_k=3, d_head=64, seed=4)
-    case.agrees(answer, F.scaled_dot_product_attention, q, k, values(t_k=3, d_v=2))
-
-
-@attention.requires(
-    "batches and heads in front are each treated by themselves",
-    "Two, three or four dimensions may come in, so count them from the end.",
-)
-def _(answer, case):
-    oracle = F.scaled_dot_product_attention
-    q, k = queries_and_keys(3, t_q=4, t_k=5, d_head=7, seed=6)
-    case.agrees(answer, oracle, q, k, values(3, t_k=5, d_v=6))
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=8)
-    case.agrees(answer, oracle, q, k, values(2, 3, t_k=5, d_v=6))
-    q, k = queries_and_keys(2, 5, t_q=3, t_k=3, d_head=3, seed=10)
-    case.agrees(answer, oracle, q, k, values(2, 5, t_k=3, d_v=3))
-
-
-@attention.requires(
-    "scores of ±10,000 give no overflow",
-    "Lesson 00: an exponential needs the row's maximum subtracted first.",
-)
-def _(answer, case):
-    v = values(2, t_k=5, d_v=3)
-    q, k = whole(2, 4, 16), whole(2, 5, 16, seed=1)
-    roughly(case, answer, slow_attention, q, k, v, tolerance=0.01)
-    for level in (10_000, -10_000):
-        q, k = at_level(level, 2, t_q=4, t_k=5, seed=2)
-        roughly(case, answer, slow_attention, q, k, v, tolerance=0.01)
-
-
-@attention.requires(
-    "with a mask, the average is over the values where the mask is True",
-    "The mask belongs to the weights: hand it on.",
-)
-def _(answer, case):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=10)
-    v = values(2, 3, t_k=5, d_v=6)
-    for i, size in enumerate(((4, 5), (2, 1, 1, 5), (2, 1, 4, 5), (2, 3, 4, 5))):
-        case.agrees(answer, slow_attention, q, k, v, some_mask(*size, seed=i))
-    q, k = queries_and_keys(t_q=4, t_k=4, d_head=3, seed=12)
-    mask = torch.ones(4, 4).tril().bool()
-    case.agrees(answer, slow_attention, q, k, values(t_k=4, d_v=2), mask=mask)
-
-
-@attention.requires(
-    "a key that the mask hides changes nothing, however large its score",
-    "Is the hidden key out before the softmax divides, and is the number that stands "
-    "for it below every score?",
-)
-def _(answer, case):
-    for visible, hidden in HIDDEN_LEVELS:
-        q, k, mask = one_hidden(visible, hidden)
-        v = values(2, t_k=5, d_v=3)
-        roughly(case, answer, slow_attention, q, k, v, mask, tolerance=0.01)
-
-
-@attention.requires(
-    "a query that may look at nothing gets zeros, and the others keep their average",
-    "What do your weights say for a row of nothing but hidden keys?",
-)
-def _(answer, case):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=18)
-    v = values(2, 3, t_k=5, d_v=6)
-    case.agrees(
-        answer, slow_attention, q, k, v, blind_rows(some_mask(2, 1, 4, 5, seed=6))
-    )
-    empty = torch.tensor([True, False]).view(2, 1, 1, 1)
-    case.agrees(answer, slow_attention, q, k, v, empty)
-
-
-@attention.requires(
-    "the gradients of q, k and v are right, and finite for a query that may look at "
-    "nothing too",
-    "A gradient of zeros: is there a `detach()` or a `torch.no_grad()`? NaN: one that is "
-    "replaced after the softmax can still come back through the gradient.",
-)
-def _(answer, case):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
-    v = values(2, 3, t_k=5, d_v=6)
-    case.gradients_agree(answer, slow_attention, q, k, v)
-    mask = blind_rows(some_mask(2, 1, 4, 5, seed=8))
-    case.gradients_agree(answer, slow_attention, q, k, v, mask)
-
-
-@attention.requires(
+@required(
     "float64, float16, bfloat16 and memory that is not contiguous work too",
     "Return the dtype that came in. A constant that suits float32 may not exist in "
     "float16.",
 )
-def _(answer, case):
+def _(answer, case, oracle, given):
     mask = some_mask(2, 1, 4, 5, seed=9)
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=21, dtype=torch.float64)
-    v = values(2, 3, t_k=5, d_v=6, dtype=torch.float64)
-    roughly(case, answer, slow_attention, q, k, v, mask, tolerance=1e-5)
+    roughly(case, answer, oracle, *given(q, k), mask, tolerance=1e-5)
     for dtype in (torch.float16, torch.bfloat16):
-        q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=22, dtype=dtype)
-        v = values(2, 3, t_k=5, d_v=6, dtype=dtype)
-        case.agrees(answer, slow_attention, q, k, v)
-        case.agrees(answer, slow_attention, q, k, v, mask)
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=24)
-    v = values(2, 3, t_k=5, d_v=6)
-    case.agrees(answer, slow_attention, strided(q), strided(k), strided(v), mask)
-    turned = probe(2, 5, 3, 6, seed=26).transpose(1, 2)
-    case.agrees(answer, slow_attention, q, k, turned, mask)
+        half = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=22, dtype=dtype)
+        case.agrees(answer, oracle, *given(*half))
+        case.agrees(answer, oracle, *given(*half), mask)
+    q, k = q.float(), k.float()
+    case.agrees(answer, oracle, *map(strided, given(q, k)), mask)
+    turned = probe(2, 4, 3, 7, seed=26).transpose(1, 2)
+    case.agrees(answer, oracle, *given(turned, k), mask)
 
 
-@attention.requires("it creates nothing on another device")
-def _(answer, case):
+@required("it creates nothing on another device")
+def _(answer, case, oracle, given):
     q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
-    v = values(2, 3, t_k=5, d_v=6)
-    case.any_device(answer, q, k, v)
-    case.any_device(answer, q, k, v, some_mask(4, 5))
+    case.any_device(answer, *given(q, k))
+    case.any_device(answer, *given(q, k), some_mask(4, 5))
 
 
 # The causal mask ----------------------------------------------------------------------
@@ -462,7 +366,7 @@ def _(answer, case):
 def _(answer, case):
     mask = case.call(answer, LENGTHS, 5)
     q, k = queries_and_keys(3, 2, t_q=4, t_k=5, d_head=7)
-    v = values(3, 2, t_k=5, d_v=6)
+    v = values_of(k)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     alone = F.scaled_dot_product_attention(q[:1], k[:1, :, :3], v[:1, :, :3])
     case.close(out[:1], alone, "attention with 3 real keys of 5", tolerance=1e-5)
