@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
 from utils.check import difference, running
 from utils.check.case import Case
 from utils.check.errors import Crashed, Unmet
@@ -152,8 +154,6 @@ def difference_of(case: Case, problem) -> str:
     compared = getattr(problem, "compared", None)
     if compared is None:
         return ""
-    actual, expected = compared
-    return (
-        difference.describe(actual, expected, inputs=case.inputs, sizes=case.sizes)
-        or ""
-    )
+    if not all(map(torch.is_tensor, compared)):
+        return difference.describe_values(*compared, sizes=case.sizes) or ""
+    return difference.describe(*compared, inputs=case.inputs, sizes=case.sizes) or ""
