@@ -261,7 +261,7 @@ class TestLearnersWorkflow:
 
     @pytest.mark.skipif(os.name == "nt", reason="runs on Ubuntu")
     def test_nothing_begun(self, copy):
-        result = self.step("begun", copy)
+        result = self.step("attempted", copy)
         assert result.returncode == 0, result.stderr
         assert not (copy / "GITHUB_OUTPUT").exists()
         assert "No lesson is begun" in (copy / "GITHUB_STEP_SUMMARY").read_text()
@@ -270,8 +270,8 @@ class TestLearnersWorkflow:
     @pytest.mark.skipif(os.name == "nt", reason="runs on Ubuntu")
     def test_right_and_wrong(self, copy):
         write(copy, "00_start", "def softmax", ANSWER)
-        begun = self.step("begun", copy)
-        assert begun.stdout == "notebooks/00_start.ipynb\n"
+        attempted = self.step("attempted", copy)
+        assert attempted.stdout == "notebooks/00_start.ipynb\n"
         assert (copy / "GITHUB_OUTPUT").read_text() == "any=yes\n"
         shutil.copy(ROOT / "pyproject.toml", copy)
         right = self.step("Check", copy)

@@ -225,12 +225,12 @@ def by_name(named) -> dict:
     return {name.removesuffix(".weight"): tensor for name, tensor in named}
 
 
-def packed(found: list) -> bytes:
+def dump_results(found: list) -> bytes:
     buffer = io.BytesIO()
     torch.save(found, buffer)
     return buffer.getvalue()
 
 
-def unpacked(data: bytes) -> list:
+def load_results(data: bytes) -> list:
     """Results from a process that is not trusted; holds tensors and plain values."""
     return torch.load(io.BytesIO(data), weights_only=True)

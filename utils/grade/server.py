@@ -208,7 +208,7 @@ class Engine:
         from utils.grade import record, replay
 
         found = record.calibrate(
-            pickle.loads(script), [replay.unpacked(each) for each in runs]
+            pickle.loads(script), [replay.load_results(each) for each in runs]
         )
         return pickle.dumps(found), record.results(found)
 
@@ -221,7 +221,7 @@ class Engine:
             self.scripts[name] = pickle.loads(script)
 
         def judge():
-            found = replay.unpacked(sent)
+            found = replay.load_results(sent)
             left = record.unmet(Exercise.registry[name], self.scripts[name], found)
             return json.dumps(left).encode()
 
@@ -248,7 +248,7 @@ class Blind:
             _leave_the_course()
             found, _ = namespace.load(answer)
             made = found.get(answer.name)
-            return replay.packed(replay.run(pickle.loads(script), made, seed))
+            return replay.dump_results(replay.run(pickle.loads(script), made, seed))
 
         request = ("blind", "replay", (answer, script, seed))
         return confined(go, REPLAY_SECONDS, request)

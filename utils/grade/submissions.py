@@ -36,7 +36,7 @@ class Submission:
 
 
 def collect(folder: Path, only: list[str] = ()) -> list[Submission]:
-    """Every learner's notebooks in `folder`, one a learner and lesson.
+    """Every learner's notebooks in `folder`, one per learner and lesson.
 
     A notebook in a folder of its own belongs to the learner whom the first folder
     names; a loose one to the name that is left of its file's name without the
