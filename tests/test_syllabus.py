@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import conftest
 from tests.notebooks import copy_of_the_course, environment
 from utils import course, syllabus
 from utils.errors import CourseError
@@ -114,6 +115,12 @@ def test_copies_and_lost_notebooks_take_nothing_with_them(copy):
     assert result.stdout.split() == ["passed", "3"], result.stderr
     shown = python("-c", "import utils.course as c; c.course_map()", folder=copy)
     assert shown.stdout.count(" min ") == len(syllabus.lessons())
+
+
+def test_copies_are_no_tests():
+    notebooks = syllabus.ROOT / "notebooks"
+    assert conftest.pytest_ignore_collect(notebooks / "00_start.ipynb") is None
+    assert conftest.pytest_ignore_collect(notebooks / "00_backup.ipynb") is True
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": [1]}', '{"cells": [{}]}'])
