@@ -38,7 +38,7 @@ print(softmax(torch.ones(2)))
 '''
 BETTER = "def softmax(scores, dim=-1):\n    return torch.softmax(scores, dim)"
 WRONG = "def softmax(scores, dim=-1):\n    return scores"
-CHECK = "softmax = check(softmax)"
+CHECK = 'softmax = check(softmax, "softmax")'
 ATTENTION = """\
 def attention(q, k, v, mask=None):
     return attention_weights(q, k, mask) @ v
