@@ -15,6 +15,7 @@ import sys
 import textwrap
 from contextlib import contextmanager
 from functools import cache
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import torch
@@ -23,10 +24,13 @@ CAPABILITIES = (80, 90)
 SECONDS = 8  # for all launches and GPUs together; what takes longer is not judged
 NAME_IN_TRITON = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 IN_OTHER_WORDS = (  # what Triton says, and what it means
+    (r"node type: Break", "a compiled loop runs to its end, with no `break` in it"),
     (
-        r"unsupported AST node type: (Break|Continue|Return)",
-        "a compiled loop runs to its end: `{0}` has no place in it",
+        r"Cannot access global variable (\w+)",
+        "`{0}` is a global name; a kernel can use a number alone that is a "
+        "`tl.constexpr`, `{0} = tl.constexpr(…)`, or that is handed over",
     ),
+    (r"node type: Continue", "a compiled loop knows no `continue`"),
     (
         r"Loop-carried variable (\w+) has initial type (.+?) but is re-assigned to "
         r"(.+?) in loop",
@@ -66,24 +70,28 @@ def problem(error):
     return line, reason
 
 whole = open(kernels.__file__, encoding="utf-8").read()
+shared = 0
 for launch in json.loads(sys.argv[2]):
     kernel = getattr(kernels, launch["kernel"])
     kinds, values = {}, {}
     for i, parameter in enumerate(kernel.params):
         value = launch["arguments"][parameter.name]
-        constant = parameter.is_constexpr
-        kinds[parameter.name] = "constexpr" if constant else kind_of(value)
-        for path in find_paths_if([kinds[parameter.name]], lambda _, x: x == "constexpr"):
+        kind = "constexpr" if parameter.is_constexpr else kind_of(value)
+        kinds[parameter.name] = kind
+        for path in find_paths_if(kind, lambda _, leaf: leaf == "constexpr"):
             at = value
-            for step in path[1:]:
+            for step in path:
                 at = at[step]
-            values[i, *path[1:]] = at
+            values[i, *path] = at
     target = GPUTarget("cuda", launch["capability"], 32)
     try:
-        compile(ASTSource(kernel, kinds, values), target, launch["options"])
+        made = compile(ASTSource(kernel, kinds, values), target, launch["options"])
     except CompilationError as error:
         print(json.dumps([launch["capability"], *problem(error)]))
         break
+    shared = max(shared, made.metadata.shared)
+else:
+    print(json.dumps({"shared": shared}))
 """
 
 
@@ -120,39 +128,43 @@ def why_not_compiled(seen) -> str | None:
 
     None where they can be, and where this machine cannot tell.
     """
+    found = compiled(seen)
+    if not isinstance(found, list):
+        return None
+    capability, line, reason = found
+    why = _in_other_words(" ".join(reason.split())) if reason else "Triton refuses it"
+    return (
+        "The kernel runs here, where it is interpreted, but cannot be compiled for a "
+        f"GPU (compute capability {capability / 10:.1f}): {why}."
+        + (f" Triton stopped at `{line}`." if line else "")
+    )
+
+
+def compiled(seen) -> list | dict | None:
+    """Capability, line and reason of the first failure; else `{"shared": bytes}`.
+
+    None where this machine cannot tell.
+    """
     try:
         texts, asked = {}, []
         for function, given, named, options in seen:
             bound = inspect.signature(function).bind(*given, **named)
             bound.apply_defaults()
             _collect(function, texts)
-            arguments = {k: _described(v) for k, v in bound.arguments.items()}
-            options = {k: v for k, v in options.items() if isinstance(v, int)}
             launch = {
                 "kernel": function.__name__,
-                "arguments": arguments,
-                "options": options,
+                "arguments": {k: _described(v) for k, v in bound.arguments.items()},
+                "options": {k: v for k, v in options.items() if isinstance(v, int)},
             }
             asked += [{**launch, "capability": n} for n in CAPABILITIES]
-        found = _compiled("\n\n".join(texts.values()), json.dumps(asked))
+        return _compiled("\n\n".join(texts.values()), json.dumps(asked))
     except (CannotTell, OSError, TypeError, ValueError, subprocess.SubprocessError):
         return None
-    if found is None:
-        return None
-    capability, line, reason = found
-    reason = _in_other_words(" ".join(reason.split())) if reason else "no more than that"
-    where = f" `{line}`:" if line else ""
-    return (
-        "The kernel runs here, where it is interpreted, and cannot be compiled for a "
-        f"GPU (compute capability {capability / 10:.1f}).{where} {reason}."
-    )
 
 
 @cache
 def _compiled(text: str, launches: str):
     """What the other process found: capability, line and reason, or None."""
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         with open(os.path.join(folder, "kernels.py"), "w", encoding="utf-8") as file:
             file.write(text)
@@ -176,9 +188,16 @@ def _in_other_words(reason: str) -> str:
     for pattern, words in IN_OTHER_WORDS:
         match = re.search(pattern, reason)
         if match:
-            return words.format(*(each.lower() for each in match.groups()))
+            return words.format(*map(_type_in_words, match.groups()))
     short = reason if len(reason) <= 200 else reason[:199] + "…"
     return f"Triton says “{short.rstrip('.')}”"
+
+
+def _type_in_words(text: str) -> str:
+    """`<['16'], 'fp32'>` → fp32 of shape (16)."""
+    found = re.fullmatch(r"<\[(.*)\], '?(\w+)'?>", text)
+    shape = found and found[1].replace("'", "")
+    return f"{found[2]} of shape ({shape})" if found else text
 
 
 def _described(value):
@@ -206,7 +225,7 @@ def _collect(function, texts):
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     for node in ast.walk(ast.parse(source)):
         name = getattr(node, "id", None)
-        if name in known and name not in texts:
+        if name in known.keys() - texts.keys() - {*function.__code__.co_varnames}:
             _collect_value(name, known[name], texts)
     del texts[function.__name__]  # after what it uses
     texts[function.__name__] = f"@triton.jit\n{source}"
