@@ -8,6 +8,7 @@ from pathlib import Path
 from utils.check.engine import evaluate
 from utils.check.exercise import is_exercise
 from utils.check.wording import one_line
+from utils.display import any_encoding
 from utils.errors import CourseError
 
 
@@ -28,6 +29,7 @@ def load_file(path: Path) -> dict:
 
 
 def main(arguments=None) -> int:
+    any_encoding()
     parser = argparse.ArgumentParser(
         prog="python -m utils.check",
         description="Check answers in a Python file, such as my_transformer/start.py.",
