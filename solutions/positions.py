@@ -159,7 +159,7 @@ def ntk_base(base, factor, d_head):
         d_head: width of a head, even and at least 4.
 
     Returns:
-        float: base · factor^(d_head / (d_head − 2)).
+        float: the base to use in its place.
 
     Raises:
         ValueError: if `d_head` is odd or smaller than 4.

@@ -26,18 +26,9 @@ sinusoidal.fault(
     (WAVES, "torch.cat((angles.sin(), angles.cos()), dim=-1)"),
 )
 sinusoidal.fault(
-    "halves_to_the_end",
-    "Sines and cosines stand in halves, and the frequencies run all the way down to "
-    "1/10000, dividing by one less than the number of pairs. The first published code "
-    "did that; the paper, and this course, interleave and divide by d_model.",
-    (EXPONENTS, TO_THE_END),
-    (WAVES, "torch.cat((angles.sin(), angles.cos()), dim=-1)"),
-)
-sinusoidal.fault(
     "divided_by_the_frequency",
     "The position is divided by the frequency instead of multiplied: the angles grow "
-    "from pair to pair, where the waves should get longer. Position 0 and the first "
-    "pair do not show it.",
+    "from pair to pair, where the waves should get longer.",
     ("[:, None] * frequencies", "[:, None] / frequencies"),
 )
 sinusoidal.fault(
@@ -47,23 +38,9 @@ sinusoidal.fault(
     (EXPONENTS, "-2 * torch.arange(0, d_model, 2) / d_model"),
 )
 sinusoidal.fault(
-    "index_halved",
-    "The exponent is −i/d_model, half of what it should be: i counts pairs, and the "
-    "formula has 2i.",
-    (EXPONENTS, "-torch.arange(d_model // 2) / d_model"),
-)
-sinusoidal.fault(
-    "own_frequency_for_each_column",
-    "Every column has a frequency of its own. A sine and its cosine belong together, "
-    "at one frequency: only then is a shift of position a rotation.",
-    (EXPONENTS, "-torch.arange(d_model) / d_model"),
-    (WAVES, BY_COLUMN),
-)
-sinusoidal.fault(
     "two_for_each_column",
-    "Every column has a frequency of its own, and twice the exponent: the formula's 2i "
-    "was filled in with the number of the column. i counts pairs, so columns 2i and 2i "
-    "+ 1 share the frequency of 2i.",
+    "Every column has a frequency of its own, and twice the exponent. i counts pairs: "
+    "columns 2i and 2i + 1 share the frequency of 2i.",
     (EXPONENTS, "-2 * torch.arange(d_model) / d_model"),
     (WAVES, BY_COLUMN),
 )
@@ -74,28 +51,15 @@ sinusoidal.fault(
     (EXPONENTS, TO_THE_END),
 )
 sinusoidal.fault(
-    "sine_twice",
-    "Both columns of a pair hold the sine. The second one is the cosine, so that the "
-    "pair is the tip of a clock hand.",
-    ("angles.cos()", "angles.sin()"),
-)
-sinusoidal.fault(
     "cosine_first",
     "Cosine and sine have changed places: the sine comes first.",
     ("(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())"),
 )
 sinusoidal.fault(
     "reshaped_across_rows",
-    "Sines and cosines are put side by side in front of the positions and then "
-    "reshaped, so that numbers of different positions share a row. The new dimension "
-    "must be the last one.",
+    "Sines and cosines are reshaped so that numbers of different positions share a "
+    "row. The dimension along which they are put together must be the last one.",
     ("dim=-1).flatten(-2)", "dim=0).reshape(t, d_model)"),
-)
-sinusoidal.fault(
-    "fixed_length",
-    "The table has a fixed number of rows, and a longer one is cut off there. Make as "
-    "many as are asked for.",
-    ("torch.arange(t)", "torch.arange(min(t, 512))"),
 )
 
 # Learned positions --------------------------------------------------------------------
@@ -106,7 +70,7 @@ LearnedPositions.fault(
     "compared_as_one_number",
     "`if` wants one answer, and a comparison of a tensor gives one for each position. "
     "Ask whether it holds for `any()` of them.",
-    ("if len(outside)", "if positions < 0 or positions >= max_len"),
+    ("if len(outside)", "if positions >= max_len"),
 )
 LearnedPositions.fault(
     "positions_ignored",
@@ -150,9 +114,9 @@ TWICE_ALL = f"angles = torch.cat((angles, angles), dim=-1)\n    {BOTH}"
 
 rope.fault(
     "half_split",
-    "This is RoPE in the other convention: it pairs number i with number i + d_head/2, "
-    "as most published checkpoints do. It is right in itself, and the same as ours "
-    "with the numbers of a head in another order. Here the pairs are neighbours.",
+    "This is RoPE in the other convention, which pairs number i with number i + "
+    "d_head/2, as most published checkpoints do. It is right in itself; here the pairs "
+    "are neighbours.",
     (PAIRS, HALVES),
     (TURNED, IN_HALVES),
     (FLAT, "turned"),
@@ -160,9 +124,7 @@ rope.fault(
 rope.fault(
     "angles_of_neighbours_on_halves",
     "Two conventions are mixed: the angles are laid out for neighbouring pairs, but "
-    "the rotation pairs the two halves. The two numbers of a pair are turned by "
-    "different angles, and lengths are not kept. Position 0 and d_head = 2 do not show "
-    "it.",
+    "the rotation pairs the two halves, so lengths are not kept.",
     (BOTH, TWICE_EACH),
     (PAIRS, HALVES),
     (TURNED, "x * cos + torch.cat((-odd, even), dim=-1) * sin"),
@@ -179,8 +141,7 @@ rope.fault(
 rope.fault(
     "not_interleaved_again",
     "The pairs are turned rightly, but the results are put back as two halves instead "
-    "of taking turns. Scores do not notice if queries and keys both do it; weights "
-    "loaded from elsewhere do.",
+    "of taking turns. Scores do not notice; weights loaded from elsewhere do.",
     (TURNED, IN_HALVES),
     (FLAT, "turned"),
 )
@@ -229,12 +190,6 @@ rope.fault(
     (TURNED, "torch.stack((even + sin, odd + cos), dim=-1)"),
 )
 rope.fault(
-    "multiplied_number_by_number",
-    "Each number is multiplied by one cosine or sine, and its partner has no part in "
-    "it. In a turn both new numbers are made of both old ones.",
-    (TURNED, "torch.stack((even * cos, odd * sin), dim=-1)"),
-)
-rope.fault(
     "divided_by_the_frequency",
     "The position is divided by the frequency instead of multiplied. Later pairs must "
     "turn more slowly, not faster. Position 0 and the first pair do not show it.",
@@ -242,32 +197,15 @@ rope.fault(
 )
 rope.fault(
     "index_doubled",
-    "The exponent runs twice as fast as it should. If your index already counts 0, 2, "
-    "4, …, it is 2i, and the formula's 2 must not come on top; or d_head/2 stands "
-    "where d_head should.",
+    "The exponent runs twice as fast as it should: an index that counts 0, 2, 4, … is "
+    "2i already, or d_head/2 stands where d_head should.",
     (POWER, "base ** (2 * pairs / d_head)"),
-)
-rope.fault(
-    "index_halved",
-    "The exponent is −i/d_head, half of what it should be: i counts pairs.",
-    (POWER, "base ** (pairs / 2 / d_head)"),
 )
 rope.fault(
     "stretched_to_the_end",
     "The exponents run to −1, divided by d_head − 2, so that the slowest pair turns "
     "base times slower than the first. The formula divides by d_head.",
     (POWER, "base ** (pairs / max(d_head - 2, 1))"),
-)
-rope.fault(
-    "full_turns",
-    "The angle has a factor 2π too many: frequencies here are radians per position.",
-    (WAVELENGTHS, f"wavelengths = {POWER}"),
-)
-rope.fault(
-    "one_further",
-    "Every position is counted one higher. Scores do not notice, because only "
-    "distances matter to them, but position 0 must leave x as it is.",
-    (POSITION, f"({POSITION} + 1)"),
 )
 rope.fault(
     "positions_ignored",
@@ -287,18 +225,13 @@ rope.fault(
     (TOP, f"{TOP}\n    positions = positions[..., :1] + torch.arange(x.shape[-2])"),
 )
 rope.fault(
-    "whole_positions",
-    "Positions are rounded down to whole numbers, so that interpolated ones fall "
-    "together.",
-    (POSITION, "positions[..., None].long()"),
-)
-rope.fault(
     "cached_table",
     "A table of angles from an earlier call is used again although the positions have "
     "changed. Keep the frequencies if you like; the angles depend on the positions.",
     (
         BOTH,
-        "kept = rope.__dict__.setdefault((x.shape[-2], d_head, base), angles.detach())\n"
+        "key = x.shape[-2], d_head, base\n"
+        "    kept = rope.__dict__.setdefault(key, angles.detach())\n"
         "    cos, sin = kept.cos(), kept.sin()",
     ),
 )
@@ -314,40 +247,16 @@ rope.fault(
     ),
 )
 rope.fault(
-    "four_dimensions_only",
-    "It reads exactly four sizes from the shape of x. Time and d_head are the last "
-    "two, and any number of dimensions may stand before them, or none.",
-    (TOP, "b, h, t, d_head = x.shape"),
-)
-rope.fault(
-    "batch_taken_for_granted",
-    "Positions (T,) are repeated for every row of a batch, and x need not have one: "
-    "its first dimension may be time.",
-    (
-        TOP,
-        f"{TOP}\n    if positions.dim() == 1:\n"
-        "        positions = positions.expand(x.shape[0], -1)",
-    ),
-)
-rope.fault(
     "batch_lined_up_with_heads",
     "Positions (B, T) meet heads (B, H, T, …), and broadcasting, which counts from the "
-    "end, lines B up with H. It crashes, or, where the two are equal, gives every head "
-    "another row's positions.",
+    "end, lines B up with H: it crashes, or gives every head another row's positions.",
     (LINED_UP, "pass"),
 )
 rope.fault(
     "always_for_heads",
-    "Positions (B, T) get one more dimension after B whatever x has. That is right for "
-    "heads (B, H, T, d_head); a stream (B, T, d_head) gets a batch of batches. How "
-    "many dimensions stand between B and T is a question to x.",
+    "Positions (B, T) get one more dimension after B whatever x has. How many "
+    "dimensions stand between B and T is a question to x.",
     (LINED_UP, "positions = positions[:, None]"),
-)
-rope.fault(
-    "one_dimension_between",
-    "Positions (B, T) get one dimension of size 1 between B and T, which is right for "
-    "(B, H, T, d_head) alone. With two dimensions there, B meets the first of them.",
-    (LINED_UP, "positions = positions[:, None] if x.dim() > 3 else positions"),
 )
 rope.fault(
     "one_row_for_all",
@@ -361,23 +270,17 @@ rope.fault(
     (POWER, "10_000.0 ** (pairs / d_head)"),
 )
 rope.fault(
-    "other_default",
-    "The base is 500,000 where the caller gives none, as in Llama 3; here it is "
-    "10,000.",
-    (TOP, f"{TOP}\n    base = 500_000.0 if base == 10_000.0 else base"),
-)
-rope.fault(
     "angles_in_half_precision",
     "The angle is computed in the dtype of x. In bfloat16 the whole numbers past 256 "
-    "have gaps, and an angle of 3001 radians comes out as 3008: another position.",
+    "have gaps, and position 3001 is 3008.",
     (WAVELENGTHS, "frequencies = (base ** (-pairs / d_head)).to(x.dtype)"),
     (ANGLES, "angles = positions[..., None].to(x.dtype) * frequencies"),
 )
 rope.fault(
     "angles_rounded_to_x",
-    "The angle is computed in float32, but rounded to the dtype of x before the sine "
-    "and the cosine are taken. In bfloat16 an angle of 3001 radians becomes 3008. Sine "
-    "and cosine, which are between −1 and 1, may be rounded; the angle may not.",
+    "The angle is rounded to the dtype of x before sine and cosine are taken: in "
+    "bfloat16 3001 radians become 3008. Sine and cosine may be rounded; the angle may "
+    "not.",
     (ANGLES, f"angles = ({POSITION} / (wavelengths / (2 * math.pi))).to(x.dtype)"),
 )
 
@@ -395,9 +298,9 @@ alibi_slopes.fault(
 )
 alibi_slopes.fault(
     "one_formula_for_all",
-    "One geometric sequence is used for every number of heads. That is how the paper's "
-    "formula reads, and it would do; the authors' code, which the published models "
-    "use, treats numbers that are no power of two in its own way.",
+    "One geometric sequence is used for every number of heads. The authors' code, "
+    "which the published models use, treats numbers that are no power of two in its "
+    "own way.",
     (SLOPES, "geometric(n_heads)"),
 )
 alibi_slopes.fault(
@@ -411,24 +314,6 @@ alibi_slopes.fault(
     "The extra slopes are the first ones of the longer sequence, without skipping "
     "every second: half of them repeat slopes that are there already.",
     (SECOND, ""),
-)
-alibi_slopes.fault(
-    "extra_from_the_second",
-    "The extra slopes start with the second of the longer sequence: these are the "
-    "slopes that are there already. Start with the first.",
-    (SECOND, "[1::2]"),
-)
-alibi_slopes.fault(
-    "extra_first",
-    "The extra slopes stand in front. First come those of the power of two, then the "
-    "extra ones: a head's weights were trained with its slope.",
-    (SLOPES, "extra + geometric(power)"),
-)
-alibi_slopes.fault(
-    "power_below_itself",
-    "For a power of two the next smaller one is taken, and the rule for other numbers "
-    "applied. A power of two is its own: for 8 heads it is 8.",
-    ("int(math.log2(n_heads))", "max(math.ceil(math.log2(n_heads)) - 1, 0)"),
 )
 alibi_slopes.fault(
     "halves_whatever_n",
@@ -455,40 +340,16 @@ alibi_bias.fault(
 )
 alibi_bias.fault(
     "top_left_signed",
-    "The queries are taken for the first positions. They are the last: with a cache, "
-    "one query stands at the end of all keys. As it is, keys that it may look at count "
-    "as later ones, and get a reward.",
+    "The queries are taken for the first positions, and keys that they may look at, "
+    "for later ones, get a reward. They are the last positions.",
     (QUERIES, "keys[:t_q]"),
     (DISTANCE, "queries[:, None] - keys"),
 )
 alibi_bias.fault(
-    "queries_after_the_keys",
-    "The queries are counted on from t_k, as if they stood behind all keys. They are "
-    "the last t_q of the t_k positions.",
-    (QUERIES, "torch.arange(t_k, t_k + t_q)"),
-)
-alibi_bias.fault(
     "counted_from_the_key",
-    "slope · key position is returned. Softmax ignores what a whole row has in common, "
-    "so the weights come out right; but the bias is to be 0 on the diagonal, and "
-    "numbers that grow with the text lose digits in half precision.",
+    "slope · key position is returned. The weights come out right, but the bias is to "
+    "be 0 on the diagonal: numbers that grow with the text lose digits.",
     (DISTANCE, "-keys.expand(t_q, t_k)"),
-)
-alibi_bias.fault(
-    "from_the_last_key",
-    "Distance is counted from the last key for every query, so that the diagonal is "
-    "not 0. Each query counts from its own position.",
-    (DISTANCE, "(t_k - 1 - keys).expand(t_q, t_k)"),
-)
-alibi_bias.fault(
-    "one_too_far",
-    "Every distance is one too large: a query is at distance 0 from its own position.",
-    ("queries[:, None] - keys", "queries[:, None] + 1 - keys"),
-)
-alibi_bias.fault(
-    "squared",
-    "The penalty grows with the square of the distance; ALiBi's is linear.",
-    (".abs()", " ** 2"),
 )
 alibi_bias.fault(
     "zero_times_infinity",
@@ -523,9 +384,8 @@ FACTOR = f"factor ** {EXPONENT}"
 
 ntk_base.fault(
     "exponent_one",
-    "The base is multiplied by the factor alone. The slowest pair's exponent is "
-    "−(d_head − 2)/d_head, not −1, so it is stretched a little too little: the factor "
-    "needs an exponent that makes up for it (and one that // does not round to 1).",
+    "The base is multiplied by the factor alone (or by a power that // rounds to 1). "
+    "The slowest pair's exponent is not −1, so it is stretched too little.",
     (FACTOR, "factor"),
 )
 ntk_base.fault(
@@ -544,21 +404,10 @@ ntk_base.fault(
     (EXPONENT, "(2 / (d_head - 2))"),
 )
 ntk_base.fault(
-    "one_less",
-    "The exponent divides by d_head − 1. The last pair is i = d_head/2 − 1, so 2i is "
-    "d_head − 2.",
-    (EXPONENT, "(d_head / (d_head - 1))"),
-)
-ntk_base.fault(
     "divided",
     "The base becomes smaller, and every pair turns faster. A longer text needs slower "
     "turns, so a larger base.",
     (f"base * {FACTOR}", f"base / {FACTOR}"),
-)
-ntk_base.fault(
-    "frequency_returned",
-    "This is the frequency of the slowest pair. Solve it for the base that gives it.",
-    (f"base * {FACTOR}", "base ** (-(d_head - 2) / d_head) / factor"),
 )
 
 # Parts together -----------------------------------------------------------------------
@@ -568,8 +417,7 @@ ROTATED = "q, k = rotate(q), rotate(k)"
 rope_in_multi_head.fault(
     "before_the_split",
     "`MultiHeadAttention` turns queries and keys before they are split into heads. "
-    "RoPE then takes all heads for one wide one, and every head but the first gets "
-    "frequencies that are not its own: split first, then turn.",
+    "RoPE then takes all heads for one wide one: split first, then turn.",
     ("split_heads(self.w_q(x)", "split_heads(rotate(self.w_q(x))"),
     ("split_heads(self.w_k(x)", "split_heads(rotate(self.w_k(x))"),
     (ROTATED, "pass"),
@@ -637,12 +485,5 @@ ntk_in_rope.fault(
     "base_ignored",
     "`rope` takes a base and uses 10,000 all the same: stretching it does nothing.",
     (POWER, "10_000.0 ** (pairs / d_head)"),
-    edited="rope",
-)
-ntk_in_rope.fault(
-    "exponents_to_one",
-    "`rope` spreads its exponents over d_head − 2, `ntk_base` counts on d_head: the "
-    "slowest pair is stretched by more than the factor.",
-    (POWER, "base ** (pairs / (d_head - 2))"),
     edited="rope",
 )
