@@ -490,15 +490,24 @@ def weights_if_mask(q, k, mask=None):
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        (weights_if_mask, "mask_taken_for_a_truth_value"),
-        (weights_in_place, None),
-        (weights_of_none, "none_taken_for_a_mask"),
         (weights_not_turned, "keys_not_turned"),
         (weights_from_the_front, "dimensions_from_the_front"),
     ],
 )
 def test_mistakes_written_otherwise_are_named(answer, fault):
     fails(answer, "attention_weights", fault)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (weights_if_mask, "ask whether a whole tensor is true"),
+        (weights_in_place, "overwritten in place"),
+        (weights_of_none, "Something is None"),
+    ],
+)
+def test_errors_are_explained(answer, says):
+    assert says in fails(answer, "attention_weights").explanation
 
 
 def layer_with(**methods):

@@ -73,6 +73,9 @@ class Exercise:
         names: of the faults; all that are edits if none is given.
         """
         known = {fault.name for fault in self.faults}
+        unknown = set(names) - {fault.name for fault in other.faults}
+        if unknown:
+            raise LookupError(f"{other.name} has no fault {', '.join(unknown)}")
         for fault in other.faults:
             wanted = fault.name in names if names else fault.name not in known
             if fault.answer is None and wanted:

@@ -16,13 +16,6 @@ WITH_MASK = "torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)"
 HIDDEN_AFTER = "return weights.masked_fill(~mask, 0)"
 
 attention_weights.fault(
-    "overwritten_in_place",
-    "The result is right, but autograd cannot go back: softmax needs its own result for "
-    "its gradient, and that is overwritten in place (by a method whose name ends in _, "
-    "or by assigning to some elements). Make a new tensor instead.",
-    (HIDDEN_AFTER, "return weights.masked_fill_(~mask, 0)"),
-)
-attention_weights.fault(
     "nan_in_the_gradient",
     "The result is right, but the gradient is NaN: for a row that is all −inf the "
     "softmax has made NaN on the way, and the NaN of its gradient reaches q and k "
@@ -101,28 +94,10 @@ attention_weights.fault(
     ("k.transpose(-2, -1)", "k.permute(*range(k.dim() - 1, -1, -1))"),
 )
 attention_weights.fault(
-    "three_dimensions_only",
-    "`torch.bmm` takes exactly three dimensions. There may be two, three or four here; "
-    "`@` takes any number and treats those in front as a batch.",
-    ("q @ k.transpose(-2, -1)", "torch.bmm(q, k.transpose(-2, -1))"),
-)
-attention_weights.fault(
     "rows_are_keys",
     "The rows are the keys: keys times queries gives `(T_k, T_q)`. One row a query is "
     "asked for, `(T_q, T_k)`.",
     ("q @ k.transpose(-2, -1)", "k @ q.transpose(-2, -1)"),
-)
-attention_weights.fault(
-    "none_taken_for_a_mask",
-    "`mask` is None when nobody hands one in, and None cannot be inverted. Without a "
-    "mask everything may be looked at: treat that case by itself.",
-    ("if mask is None:\n        return torch.softmax(scores, dim=-1)\n    ", ""),
-)
-attention_weights.fault(
-    "mask_taken_for_a_truth_value",
-    "`if mask` asks whether the whole tensor is true, which a tensor of several values "
-    "does not know. Ask whether there is a mask: `if mask is not None`.",
-    ("if mask is None", "if not mask"),
 )
 attention_weights.fault(
     "softmax_over_queries",
@@ -364,11 +339,6 @@ attention.fault(
     (WEIGHTS, f"torch.softmax({WEIGHTS}, -1)"),
 )
 attention.fault(
-    "two_results",
-    "It returns the output and the weights. Return the output alone.",
-    (f"{WEIGHTS} @ v", f"{WEIGHTS} @ v, {WEIGHTS}"),
-)
-attention.fault(
     "values_not_weighted",
     "Every query gets the plain mean of the values: the weights are not used.",
     (WEIGHTS, f"torch.full_like({WEIGHTS}, 1 / k.shape[-2])"),
@@ -421,35 +391,9 @@ causal_mask.fault(
     ("diagonal=t_k - t_q", "diagonal=0 if t_q == t_k else t_k"),
 )
 causal_mask.fault(
-    "everything_allowed",
-    "Nothing is hidden: every query sees the future.",
-    (TRIANGLE, ""),
-)
-causal_mask.fault(
     "own_position_alone",
     "Each query sees its own position and nothing else; the past is hidden too.",
     (TRIANGLE, f"{TRIANGLE}.triu(diagonal=t_k - t_q)"),
-)
-causal_mask.fault(
-    "additive",
-    "These are numbers to be added to the scores, 0 and −inf. This course's masks are "
-    "boolean, True = may look.",
-    (
-        f"torch.ones(t_q, t_k, dtype=torch.bool){TRIANGLE}",
-        "torch.full((t_q, t_k), -torch.inf).triu(diagonal=t_k - t_q + 1)",
-    ),
-)
-causal_mask.fault(
-    "zeros_and_ones",
-    "The mask holds the numbers 0 and 1. It should be boolean: a mask of numbers is "
-    "added to the scores by some functions, and `~` turns 1 into −2.",
-    (", dtype=torch.bool", ""),
-)
-causal_mask.fault(
-    "extra_dimensions",
-    "The mask has dimensions for batch and heads. It is (t_q, t_k); broadcasting does "
-    "the rest.",
-    (TRIANGLE, f"{TRIANGLE}[None, None]"),
 )
 causal_mask.fault(
     "aligned_top_left",
@@ -461,12 +405,6 @@ causal_mask.fault(
     "keys_ignored",
     "The mask is square whatever `t_k` says.",
     ("torch.ones(t_q, t_k", "torch.ones(t_q, t_q"),
-    ("diagonal=t_k - t_q", ""),
-)
-causal_mask.fault(
-    "shape_exchanged",
-    "Rows and columns are exchanged: the shape is (t_q, t_k), one row a query.",
-    ("torch.ones(t_q, t_k", "torch.ones(t_k, t_q"),
     ("diagonal=t_k - t_q", ""),
 )
 causal_mask.fault(
@@ -525,17 +463,6 @@ padding_mask.fault(
     (PLACED, ""),
 )
 padding_mask.fault(
-    "three_dimensions",
-    "The shape is (B, 1, t_k). Against scores (B, H, T_q, T_k) the batch would be "
-    "taken for heads; one more dimension of size 1 is missing.",
-    (PLACED, "[:, None, :]"),
-)
-padding_mask.fault(
-    "batch_in_the_wrong_place",
-    "The batch stands at the third place, (1, 1, B, t_k), where queries belong.",
-    (PLACED, "[None, None]"),
-)
-padding_mask.fault(
     "queries_hidden",
     "The positions lie along the queries, (B, 1, t_k, 1). What has to be hidden is the "
     "padding among the keys, the last dimension.",
@@ -551,32 +478,10 @@ padding_mask.fault(
     ),
 )
 padding_mask.fault(
-    "spread_over_queries",
-    "The mask is repeated for every query, (B, 1, t_k, t_k). The number of queries is "
-    "not known here and need not be: one row broadcasts to all of them.",
-    (PLACED, f"{PLACED}.repeat(1, 1, t_k, 1)"),
-)
-padding_mask.fault(
     "padding_on_the_left",
     "The last `lengths[b]` keys are taken for the real ones. Here padding stands at "
     "the end.",
     (REAL, "positions >= t_k - lengths[:, None]"),
-)
-padding_mask.fault(
-    "zeros_and_ones",
-    "The mask holds the numbers 0 and 1. It should be boolean.",
-    (PLACED, f"{PLACED}.float()"),
-)
-padding_mask.fault(
-    "additive",
-    "These are numbers to be added to the scores, 0 and −inf. This course's masks are "
-    "boolean, True = may look.",
-    (PLACED, f"{PLACED}.float().log()"),
-)
-padding_mask.fault(
-    "one_length_for_all",
-    "Every row gets the length of the first. Each row of the batch has its own.",
-    (REAL, "positions < lengths[:1].expand(len(lengths))[:, None]"),
 )
 padding_mask.fault(
     "longest_row_decides",
@@ -594,20 +499,6 @@ CALL = "attention(self.w_q(x), self.w_k(x), self.w_v(x), mask)"
 OUT = f"return {CALL}"
 
 SelfAttention.fault(
-    "bias",
-    "A layer has a bias. Later lessons load weights from models that have none, and "
-    "count parameters.",
-    (QUERIES, QUERIES.replace(", bias=False", "")),
-    (KEYS, KEYS.replace(", bias=False", "")),
-    (VALUES, VALUES.replace(", bias=False", "")),
-)
-SelfAttention.fault(
-    "output_projection",
-    "There is one more layer than asked for. The output projection belongs to several "
-    "heads and comes in lesson 03.",
-    (VALUES, f"{VALUES}\n        self.w_o = nn.Linear(d_head, d_model, bias=False)"),
-)
-SelfAttention.fault(
     "shared_projection",
     "Queries and keys go through one and the same layer. Then A looks at B exactly as "
     "much as B at A, before the softmax; they need a matrix each.",
@@ -619,31 +510,6 @@ SelfAttention.fault(
     "each: three times `nn.Linear(…)`, not one under three names.",
     (KEYS, "self.w_k = self.w_q"),
     (VALUES, "self.w_v = self.w_q"),
-)
-SelfAttention.fault(
-    "no_parameters",
-    "The module has no parameters, so an optimizer finds nothing to train. Each layer "
-    "has to be an attribute of its own, `self.w_q = …`, made in `__init__`: layers in a "
-    "list or a dict, or made in `forward`, are not found.",
-    (QUERIES, "self.d_model, self.d_head = d_model, d_head"),
-    (KEYS, ""),
-    (VALUES, ""),
-)
-SelfAttention.fault(
-    "widths_exchanged",
-    "The weights lie on their side. `nn.Linear` takes the width that comes in first, "
-    "d_model, then d_head; a matrix of your own in `nn.Parameter` has the shape that "
-    "`nn.Linear` stores, `(d_head, d_model)`.",
-    (QUERIES, QUERIES.replace("d_model, d_head", "d_head, d_model")),
-    (KEYS, KEYS.replace("d_model, d_head", "d_head, d_model")),
-    (VALUES, VALUES.replace("d_model, d_head", "d_head, d_model")),
-)
-SelfAttention.fault(
-    "full_width",
-    "The layers lead from d_model to d_model; the head's own width is d_head.",
-    (QUERIES, QUERIES.replace("d_head", "d_model")),
-    (KEYS, KEYS.replace("d_head", "d_model")),
-    (VALUES, VALUES.replace("d_head", "d_model")),
 )
 SelfAttention.fault(
     "queries_and_keys_exchanged",
@@ -778,22 +644,4 @@ SelfAttention.fault(
     "it alike.",
     ("self.w_v(x), mask", "self.w_v(x), mask if self.training else None"),
 )
-SelfAttention.fault(
-    "zero_weights",
-    "All weights start at zero. Then every score is 0, every value too, and no "
-    "gradient leads away from there.",
-    (VALUES, f"{VALUES}\n        for p in self.parameters(): nn.init.zeros_(p)"),
-)
-SelfAttention.fault(
-    "equal_weights",
-    "The three layers start with one and the same matrix, so a position looks mostly "
-    "at itself.",
-    (
-        VALUES,
-        f"{VALUES}\n        self.w_k.load_state_dict(self.w_q.state_dict())\n"
-        "        self.w_v.load_state_dict(self.w_q.state_dict())",
-    ),
-)
-SelfAttention.inherits(
-    attention_weights, "softmax_over_queries", "mask_taken_for_a_truth_value"
-)
+SelfAttention.inherits(attention_weights, "softmax_over_queries")
