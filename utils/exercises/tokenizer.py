@@ -530,7 +530,8 @@ def _(answer, case):
 @BPETokenizer.requires("scripts, emoji, code, numbers and white space encode exactly")
 def _(answer, case):
     odd = "\r\n\r\n \u00a0 \u3000x\u2028y \0 e\u0301 \u200d ﷽ 𝔘𝔫𝔦"
-    for text in (MIXED, MIXED[::-1], invented_text(300, seed=9), odd):
+    long = invented_text(300, seed=9)
+    for text in (MIXED, MIXED[::-1], long, long.replace(" ", ""), odd):
         encodes(case, answer, text, learned())
 
 
