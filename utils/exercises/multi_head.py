@@ -378,9 +378,10 @@ def _(answer, case):
 )
 def _(answer, case):
     module, _ = module_and_oracle(answer, case, seed=100)
-    trains = all(p.requires_grad for p in module.parameters())
+    owned = dict(module.named_parameters())
+    names = [n if n in owned else f"{n}.weight" for n in NAMES]
+    trains = all(p.requires_grad for p in owned.values())
     case.true(trains, "A weight does not ask for gradients, so it will never train.")
-    names = [n for name in NAMES for n, _ in module.named_parameters() if name in n]
     for mask in (causal(5), padding(0, 3, 5, t=5)):
 
         def forward(x, w_q, w_k, w_v, w_o, mask=mask):
@@ -469,23 +470,15 @@ def right_count(answer, case, d_model, n_heads, n_kv_heads, d_head):
 
 
 @attention_parameters.requires(
-    "heads that fill d_model, every head with keys and values of its own: an int",
-    "Write down the shapes of the four matrices and add up their sizes. `/` gives a "
-    "float even where nothing remains.",
-)
-def _(answer, case):
-    right_count(answer, case, 15, 3, 3, 5)
-    right_count(answer, case, 512, 8, 8, 64)
-
-
-@attention_parameters.requires(
-    "fewer key and value heads",
-    "Which two of the four matrices become narrower?",
+    "heads that fill d_model, with fewer key and value heads or as many: an int",
+    "Write down the shapes of the four matrices and add up their sizes. Which two become "
+    "narrower? `/` gives a float even where nothing remains.",
 )
 def _(answer, case):
     right_count(answer, case, 576, 12, 3, 48)
     right_count(answer, case, 4096, 32, 8, 128)
     right_count(answer, case, 48, 6, 1, 8)
+    right_count(answer, case, 512, 8, 8, 64)
 
 
 @attention_parameters.requires("a d_head that is not d_model / n_heads")

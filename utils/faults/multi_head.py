@@ -43,12 +43,6 @@ split_heads.fault(
     (SPLIT, DEALT),
 )
 split_heads.fault(
-    "heads_before_batch",
-    "The heads come first and the batch second. Batch first, then heads: `(B, H, T, "
-    "Dh)`.",
-    (".transpose(1, 2)", ".permute(2, 0, 1, 3)"),
-)
-split_heads.fault(
     "heads_and_batch_exchanged",
     "The heads are made by a view that starts from the batch: its rows are mixed, and "
     "what belongs to one sequence ends up in another. With one row a batch it hides.",
@@ -80,13 +74,6 @@ merge_heads.fault(
     (MERGED, "x.reshape(x.shape[0], x.shape[2], -1)"),
 )
 merge_heads.fault(
-    "view_of_a_transposed_tensor",
-    "`view` needs memory in the order of the dimensions, and after a transpose it is "
-    "in another. It works on what `split_heads` gives and fails on what attention "
-    "gives.",
-    (".flatten(2)", ".view(x.shape[0], x.shape[2], -1)"),
-)
-merge_heads.fault(
     "columns_interleaved",
     "The columns of the heads alternate: head 0's first, head 1's first, … Each head's "
     "columns stay together.",
@@ -102,12 +89,6 @@ merge_heads.fault(
     ),
 )
 merge_heads.fault(
-    "only_transposed",
-    "The heads stand behind the time, but they are still a dimension of their own: "
-    "`(B, T, H, Dh)`.",
-    (".flatten(2)", ""),
-)
-merge_heads.fault(
     "only_flattened",
     "Time and columns are joined, and the heads are still a dimension of their own: "
     "`(B, H, T·Dh)`. Heads and columns belong together, so they have to be neighbours "
@@ -119,17 +100,6 @@ merge_heads.fault(
     "The heads are put one after the other along the time: `(B, H·T, Dh)`. They belong "
     "side by side in the last dimension.",
     (MERGED, "x.flatten(1, 2)"),
-)
-merge_heads.fault(
-    "averaged",
-    "The heads are averaged, so what they found can no longer be told apart. Put them "
-    "side by side; the output projection decides how to mix them.",
-    (MERGED, "x.mean(1)"),
-)
-merge_heads.fault(
-    "heads_reversed",
-    "The heads lie side by side in reverse: the last comes first.",
-    (MERGED, "x.flip(1).transpose(1, 2).flatten(2)"),
 )
 
 # repeat_kv ----------------------------------------------------------------------------
@@ -151,11 +121,6 @@ repeat_kv.fault(
     "repeated_along_time",
     "Every position is repeated instead of every head: the sequence has become longer.",
     ("dim=1", "dim=2"),
-)
-repeat_kv.fault(
-    "repeated_columns",
-    "The columns are repeated instead of the heads: the vectors have become wider.",
-    ("dim=1", "dim=-1"),
 )
 repeat_kv.fault(
     "no_dimension_given",
@@ -191,17 +156,6 @@ MultiHeadAttention.fault(
     "that is what sharing saves.",
     ("w_k = nn.Linear(d_model, n_kv_heads", "w_k = nn.Linear(d_model, n_heads"),
     ("w_v = nn.Linear(d_model, n_kv_heads", "w_v = nn.Linear(d_model, n_heads"),
-)
-MultiHeadAttention.fault(
-    "d_head_ignored",
-    "The heads are d_model // n_heads wide although `d_head` says otherwise.",
-    (D_HEAD, "d_model // n_heads"),
-)
-MultiHeadAttention.fault(
-    "d_head_from_the_kv_heads",
-    "d_model is divided by the number of key and value heads. A head's width follows "
-    "from the number of query heads.",
-    ("d_model // n_heads", "d_model // n_kv_heads"),
 )
 MultiHeadAttention.fault(
     "group_size_for_kv_heads",
@@ -250,6 +204,21 @@ MultiHeadAttention.fault(
     (K, K.replace("w_k", "w_q")),
 )
 MultiHeadAttention.fault(
+    "keys_compared_with_keys",
+    "The keys are compared with themselves; w_q plays no part.",
+    (Q, Q.replace("w_q", "w_k")),
+)
+MultiHeadAttention.fault(
+    "queries_averaged",
+    "The queries are averaged in place of the values; w_v plays no part.",
+    (V, V.replace("w_v", "w_q")),
+)
+MultiHeadAttention.fault(
+    "input_taken_for_values",
+    "x itself is averaged; w_v plays no part.",
+    (V, V.replace("self.w_v(x)", "x")),
+)
+MultiHeadAttention.fault(
     "values_not_projected",
     "The values are keys: w_v plays no part.",
     (V, V.replace("w_v", "w_k")),
@@ -286,22 +255,10 @@ MultiHeadAttention.fault(
     (LOOK, "attention(q * q.shape[-1] ** 0.5, k, v, mask)"),
 )
 MultiHeadAttention.fault(
-    "output_scaled",
-    "The results of the heads are divided by the root of d_head. `attention` has "
-    "divided the scores already, and an average of values needs no scale.",
-    (LOOK, f"{LOOK} / q.shape[-1] ** 0.5"),
-)
-MultiHeadAttention.fault(
     "merged_without_transposing",
     "The heads are merged while they still stand before the time, so each row holds "
     "several positions of one head.",
     (MIXED, f"{LOOK}.reshape(*x.shape[:2], -1)"),
-)
-MultiHeadAttention.fault(
-    "view_of_a_transposed_tensor",
-    "The heads are merged with `view`, which needs memory in the order of the "
-    "dimensions. After a transpose it is in another.",
-    (MIXED, f"{LOOK}.transpose(1, 2).view(*x.shape[:2], -1)"),
 )
 MultiHeadAttention.fault(
     "split_without_transposing",
@@ -357,11 +314,6 @@ MultiHeadAttention.fault(
 )
 MultiHeadAttention.inherits(split_heads, "heads_and_batch_exchanged")
 MultiHeadAttention.fault(
-    "softmax_over_heads",
-    "The softmax runs over the heads. It runs over the keys, in each head by itself.",
-    (LOOK, "(q @ k.mT / q.shape[-1] ** 0.5).softmax(1) @ v"),
-)
-MultiHeadAttention.fault(
     "softmax_over_queries",
     "The softmax runs over the queries. It runs over the keys, the last dimension.",
     (LOOK, "(q @ k.mT / q.shape[-1] ** 0.5).softmax(-2) @ v"),
@@ -410,15 +362,6 @@ MultiHeadAttention.fault(
     (LOOK, "attention(q, k, v, None if mask is None else ~mask)"),
 )
 MultiHeadAttention.fault(
-    "mask_added_as_0_and_1",
-    "The mask's True and False are added to the scores as 1 and 0. That hides nothing.",
-    (
-        LOOK,
-        "(q @ k.mT / q.shape[-1] ** 0.5 + (0 if mask is None else mask)).softmax(-1) "
-        "@ v",
-    ),
-)
-MultiHeadAttention.fault(
     "masked_after_the_softmax",
     "The mask sets weights to 0 after the softmax, so that the rest no longer sums to "
     "1. Masked scores must be left out of the softmax.",
@@ -443,34 +386,6 @@ MultiHeadAttention.fault(
         f"{SHARED}\n        if mask is not None:\n"
         f"            tiled = mask.expand({SIZE}).repeat(self.n_heads, 1, 1, 1)\n"
         "            mask = tiled.view(len(x), self.n_heads, *tiled.shape[2:])",
-    ),
-)
-MultiHeadAttention.fault(
-    "one_mask_for_all_rows",
-    "The first row's mask is used for the whole batch.",
-    (
-        f"        return self.w_o({MIXED})",
-        "        if mask is not None and mask.dim() == 4:\n"
-        f"            mask = mask[:1]\n        return self.w_o({MIXED})",
-    ),
-)
-MultiHeadAttention.fault(
-    "one_mask_for_all_heads",
-    "The first head's mask is used for all heads.",
-    (
-        f"        return self.w_o({MIXED})",
-        "        if mask is not None and mask.dim() > 2:\n"
-        f"            mask = mask[..., :1, :, :]\n        return self.w_o({MIXED})",
-    ),
-)
-MultiHeadAttention.fault(
-    "padding_is_nan",
-    "A query that may look at nothing gets NaN: exp(−inf)/0. It must get zeros, or one "
-    "padded row spoils every gradient.",
-    (
-        MIXED,
-        f"merge_heads({LOOK} if mask is None else "
-        f"{LOOK}.masked_fill({BLIND}, float('nan')))",
     ),
 )
 MultiHeadAttention.fault(
@@ -499,21 +414,10 @@ MultiHeadAttention.fault(
     edited="attention",
 )
 MultiHeadAttention.fault(
-    "mask_taken_for_a_truth_value",
-    "`if mask` asks whether the whole tensor is true, which a tensor of several values "
-    "does not know. Ask whether there is a mask: `if mask is not None`.",
-    (LOOK, "attention(q, k, v, mask if mask else None)"),
-)
-MultiHeadAttention.fault(
     "mask_left_out_in_eval",
     "In eval() the mask is left out. It says who may look at whom in training and "
     "after it alike.",
     (LOOK, "attention(q, k, v, mask if self.training else None)"),
-)
-MultiHeadAttention.fault(
-    "mask_of_the_first_call",
-    "The mask of the first call is kept and used again. Every call brings its own.",
-    (LOOK, "attention(q, k, v, self.__dict__.setdefault('kept', mask))"),
 )
 
 # MultiHeadAttention: rotation ---------------------------------------------------------
@@ -546,16 +450,13 @@ MultiHeadAttention.fault(
     "found there stays as it is.",
     (ROTATED, "q, k, v = rotate(q), rotate(k), rotate(v)"),
 )
-BEFORE_THE_SPLIT = (
-    (IF_GIVEN, ""),
-    (Q, Q.replace("self.w_q(x)", "rotate(self.w_q(x)) if rotate else self.w_q(x)")),
-    (K, K.replace("self.w_k(x)", "rotate(self.w_k(x)) if rotate else self.w_k(x)")),
-)
 MultiHeadAttention.fault(
     "rotated_before_the_split",
     "The queries and keys are rotated before they are split, as if all heads were one "
     "wide vector. Each head is rotated by itself.",
-    *BEFORE_THE_SPLIT,
+    (IF_GIVEN, ""),
+    (Q, Q.replace("self.w_q(x)", "rotate(self.w_q(x)) if rotate else self.w_q(x)")),
+    (K, K.replace("self.w_k(x)", "rotate(self.w_k(x)) if rotate else self.w_k(x)")),
 )
 MultiHeadAttention.fault(
     "rotated_before_the_transpose",
@@ -593,7 +494,7 @@ attention_parameters.fault(
 )
 attention_parameters.fault(
     "no_output_projection",
-    "w_o is missing: the way back from the heads to d_model.",
+    "One of w_q and w_o is missing. w_o is the way back from the heads to d_model.",
     (COUNT, "d_model * d_head * (n_heads + 2 * n_kv_heads)"),
 )
 attention_parameters.fault(
@@ -607,14 +508,10 @@ attention_parameters.fault(
     (COUNT, "d_model * d_head * (2 * n_heads + n_kv_heads)"),
 )
 attention_parameters.fault(
-    "only_keys_narrowed",
-    "Only one of w_k and w_v is counted as narrower. Keys and values are shared alike.",
-    (COUNT, "d_model * d_head * (3 * n_heads + n_kv_heads)"),
-)
-attention_parameters.fault(
-    "output_narrowed_too",
-    "w_o is counted as narrower too. It takes in every query head, shared keys or not.",
-    (COUNT, "d_model * d_head * (n_heads + 3 * n_kv_heads)"),
+    "keys_and_values_forgotten",
+    "Two of the four matrices are counted, as wide as w_q and w_o. w_k and w_v are "
+    "missing.",
+    (" + n_kv_heads", ""),
 )
 attention_parameters.fault(
     "all_narrowed",
@@ -627,12 +524,6 @@ attention_parameters.fault(
     ("d_head", "(d_model // n_heads)"),
 )
 attention_parameters.fault(
-    "square_queries_and_output",
-    "w_q and w_o are counted as d_model × d_model. They are square only if the heads "
-    "fill d_model.",
-    (COUNT, "2 * d_model**2 + 2 * d_model * n_kv_heads * d_head"),
-)
-attention_parameters.fault(
     "square_output",
     "w_o is counted as d_model × d_model. It leads from n_heads·d_head to d_model.",
     (COUNT, "d_model * d_head * (n_heads + 2 * n_kv_heads) + d_model**2"),
@@ -642,11 +533,6 @@ attention_parameters.fault(
     "The size of a group, n_heads // n_kv_heads, stands where the number of key and "
     "value heads should.",
     ("n_kv_heads", "n_heads // n_kv_heads"),
-)
-attention_parameters.fault(
-    "one_head_only",
-    "A single head's matrices are counted; they are repeated for each head.",
-    (COUNT, "4 * d_model * d_head"),
 )
 
 # Do the parts fit together? -----------------------------------------------------------
@@ -715,23 +601,4 @@ masks_and_heads.fault(
     "split_heads expect them for neighbours, 0, 0, 1, 1.",
     (REPEATED, "x.repeat(1, group_size, 1, 1)"),
     edited="repeat_kv",
-)
-masks_and_heads.fault(
-    "module_drops_the_mask",
-    "MultiHeadAttention gets causal_mask's mask and does not hand it to attention.",
-    (LOOK, "attention(q, k, v)"),
-    edited="MultiHeadAttention",
-)
-masks_and_heads.fault(
-    "module_shares_in_turn",
-    "MultiHeadAttention does not share heads as repeat_kv does: neighbours share.",
-    (SHARED, "k, v = (each.repeat(1, group_size, 1, 1) for each in (k, v))"),
-    edited="MultiHeadAttention",
-)
-masks_and_heads.fault(
-    "rotated_before_the_split",
-    "MultiHeadAttention rotates before it splits, so that all heads are turned as one "
-    "wide vector. A rotation is made for d_head columns.",
-    *BEFORE_THE_SPLIT,
-    edited="MultiHeadAttention",
 )

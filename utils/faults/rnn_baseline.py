@@ -55,12 +55,6 @@ rnn_cell.fault(
     (SUM, "x @ w_x) + torch.tanh(h @ w_h + b"),
 )
 rnn_cell.fault(
-    "state_outside",
-    "Only the input goes through the tanh. The state's part belongs inside as well, or "
-    "the state grows without bound.",
-    (SQUASHED, "torch.tanh(x @ w_x + b) + h @ w_h"),
-)
-rnn_cell.fault(
     "state_not_mixed",
     "The old state is added as it is, without its matrix `w_h`.",
     ("h @ w_h", "h"),
@@ -103,12 +97,6 @@ rnn.fault(
     "Only the last state comes back. Every state is asked for: a language model "
     "predicts after each token.",
     (STACKED, "h"),
-)
-rnn.fault(
-    "squeezed",
-    "A dimension of size 1 is dropped, by `squeeze()` for instance. With one step or "
-    "one sequence the result is still `(B, T, H)`.",
-    (STACKED, f"{STACKED}.squeeze(1)"),
 )
 rnn.fault(
     "view_instead_of_transpose",
@@ -176,11 +164,6 @@ rnn.fault(
     ("x[:, t]", "x[:, 0]"),
 )
 rnn.fault(
-    "first_step_skipped",
-    "The loop leaves out the first step: it begins at the second input.",
-    (STEPS, "range(1, x.shape[1])"),
-)
-rnn.fault(
     "detached_between_steps",
     "The state is cut from the graph between two steps. The values are right, but no "
     "gradient passes more than one step back, so nothing distant can be learned.",
@@ -244,11 +227,6 @@ lstm_cell.fault(
     (f"{SHOWN}, c", f"c, {SHOWN}"),
 )
 lstm_cell.fault(
-    "h_only",
-    "Only h comes back. The next step needs the memory c as well.",
-    (f"{SHOWN}, c", SHOWN),
-)
-lstm_cell.fault(
     "h_from_old_memory",
     "h is computed from the memory before the step. It shows the new one.",
     (f"c = {MEMORY}\n    return {SHOWN}, c", f"return {SHOWN}, {MEMORY}"),
@@ -274,12 +252,6 @@ lstm_cell.fault(
     "candidate_linear",
     "The candidate g is written without its tanh.",
     ("torch.tanh(g)", "g"),
-)
-lstm_cell.fault(
-    "gates_linear",
-    "The gates are used as they are, without the sigmoid that opens them.",
-    (MEMORY, "f * c + i * torch.tanh(g)"),
-    ("torch.sigmoid(o)", "o"),
 )
 lstm_cell.fault(
     "memory_squashed",
@@ -376,18 +348,6 @@ gradient_reach.fault(
     (".sum()", ".mean()"),
 )
 gradient_reach.fault(
-    "first_sequence",
-    "Only the first sequence's last output is differentiated. Those of all sequences "
-    "are added up.",
-    ("[:, -1]", "[0, -1]"),
-)
-gradient_reach.fault(
-    "squares_of_output",
-    "The squares of the outputs are added up before the gradient is taken. The last "
-    "output itself is asked for.",
-    (".sum()", ".square().sum()"),
-)
-gradient_reach.fault(
     "norm_over_the_batch",
     "One norm is taken over batch and features together. It is taken for each sequence "
     "by itself, and these are averaged.",
@@ -400,25 +360,10 @@ gradient_reach.fault(
     (REACH, "gradient.mean(dim=0).norm(dim=-1)"),
 )
 gradient_reach.fault(
-    "not_averaged",
-    "The average over the batch is missing: `(B, T)`.",
-    (".mean(dim=0)", ""),
-)
-gradient_reach.fault(
     "norm_over_time",
     "The norm is taken over time, so there is one number for each feature. It is taken "
     "over the features, for each step.",
     ("norm(dim=-1)", "norm(dim=1)"),
-)
-gradient_reach.fault(
-    "absolute_sum",
-    "The absolute values are added up; the Euclidean norm is asked for.",
-    ("norm(dim=-1)", "abs().sum(dim=-1)"),
-)
-gradient_reach.fault(
-    "squared",
-    "The root of the norm is missing: these are squares.",
-    ("norm(dim=-1)", "square().sum(dim=-1)"),
 )
 gradient_reach.fault(
     "root_after_the_mean",
@@ -427,32 +372,10 @@ gradient_reach.fault(
     (REACH, "gradient.square().sum(dim=-1).mean(dim=0).sqrt()"),
 )
 gradient_reach.fault(
-    "by_distance",
-    "The result is ordered by distance, the last step first. Index t belongs to step "
-    "t.",
-    (REACH, f"{REACH}.flip(0)"),
-)
-gradient_reach.fault(
-    "backward",
-    "`backward()` also adds to the gradients of the layer's parameters. The next "
-    "training step would see them; `torch.autograd.grad` only returns what is asked "
-    "for.",
-    ("(gradient,) = torch.autograd.grad(last, x)", "last.backward()"),
-    ("return gradient", "return x.grad"),
-)
-CLEARED = "if isinstance(layer, nn.Module):\n        layer.zero_grad()"
-gradient_reach.fault(
     "eval_mode",
     "The layer is put into eval mode. It is the caller's, and is measured in the mode "
     "that it is in.",
     ("layer(x)", "(layer.eval() if isinstance(layer, nn.Module) else layer)(x)"),
-)
-gradient_reach.fault(
-    "x_marked",
-    "`requires_grad_()` is called on the caller's `x`. From then on every computation "
-    "with it records a graph: mark a detached copy.",
-    ("x.detach().requires_grad_()", "x.requires_grad_()"),
-    (REACH, f"{REACH}.detach()"),
 )
 
 # RNNLanguageModel ---------------------------------------------------------------------
@@ -462,18 +385,6 @@ ORTHOGONAL = "nn.init.orthogonal_(torch.empty(d_hidden, d_hidden))"
 START = "x.new_zeros(len(ids), len(self.b))"
 NORMAL = "torch.randn(d_hidden, d_hidden)"
 
-RNNLanguageModel.fault(
-    "state_kept",
-    "The last state of one call is the first of the next. The same tokens then give "
-    "other logits the second time.",
-    (
-        f"h0 = {START}",
-        "h0 = getattr(self, 'kept', x[:0, 0])\n"
-        "        if len(h0) != len(x):\n"
-        f"            h0 = {START}",
-    ),
-    ("return self", "self.kept = states[:, -1].detach()\n        return self"),
-)
 RNNLanguageModel.fault(
     "last_only",
     "Logits come back for the last token only. In training every token predicts the "
@@ -487,21 +398,11 @@ RNNLanguageModel.fault(
     ("self.head(states)", "self.head(states).softmax(-1)"),
 )
 RNNLanguageModel.fault(
-    "head_bias",
-    "`head` has a bias. `nn.Linear` adds one unless told not to.",
-    (", bias=False", ""),
-)
-RNNLanguageModel.fault(
     "scaled_after_wrapping",
     "`w_x` and `w_h` are plain tensors. So is the result of `nn.Parameter(…) / …`: "
     "what is computed from a parameter is none. Scale first, then wrap.",
     (f"{SCALE})", f"){SCALE}"),
     (f"nn.Parameter({ORTHOGONAL})", f"nn.Parameter({ORTHOGONAL}) * 1"),
-)
-RNNLanguageModel.fault(
-    "ones_start",
-    "The first state is ones instead of zeros.",
-    ("new_zeros", "new_ones"),
 )
 RNNLanguageModel.fault(
     "batch_and_time_exchanged",
