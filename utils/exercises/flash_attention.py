@@ -98,7 +98,7 @@ class OneWay:
         return block
 
 
-def maximum_and_total(case, answer, blocks, given=None, tolerance=1e-4):
+def maximum_and_total(case, answer, blocks, given=None, tolerance=None):
     """Call the answer, and compare both results with those of the whole row."""
     found = case.call(answer, blocks if given is None else given)
     row = torch.cat(blocks, dim=-1).double()
@@ -150,8 +150,8 @@ def _(answer, case):
     maximum_and_total(case, answer, in_blocks(x + 10_000, 4, 5), tolerance=0.01)
     maximum_and_total(case, answer, in_blocks(x - 10_000, 2, 3, 4), tolerance=0.01)
     steps = torch.tensor([-10_000.0, -1.0, 0.0, 90.0, 10_000.0]).repeat_interleave(2)
-    maximum_and_total(case, answer, in_blocks(steps, 2, 2, 2, 2, 2))
-    maximum_and_total(case, answer, in_blocks(steps.flip(0), 3, 3, 4))
+    maximum_and_total(case, answer, in_blocks(steps, 2, 2, 2, 2, 2), tolerance=0.01)
+    maximum_and_total(case, answer, in_blocks(steps.flip(0), 3, 3, 4), tolerance=0.01)
 
 
 @online_softmax.requires(
@@ -921,7 +921,7 @@ def _(answer, case):
     "has the score 0. Stores need a mask too.",
 )
 def _(answer, case):
-    q, k, v = heads(1, 1, t_q=19, t_k=37, d_head=32, seed=20)
+    q, k, v = heads(1, 1, t_q=19, t_k=33, d_head=32, seed=20)
     from_kernel(case, answer, q, k, v, False, 16, 32)
     from_kernel(case, answer, q, k, v, False, 32, 16)
     from_kernel(case, answer, q, k, v)
