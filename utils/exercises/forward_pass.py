@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.check.errors import Crashed
+from utils.check.errors import Crashed, Explained
 from utils.check.exercise import Exercise, IntegrationCheck
 from utils.check.recording import raised
 from utils.probe import probe, probe_ids
@@ -283,8 +283,13 @@ def block_with_weights(answer, case, c, seed):
 )
 def _(answer, case):
     for c in (LLAMA, replace(LLAMA, n_kv_heads=6, d_head=2)):
-        module = case.call(answer, c)
+        module, other = case.call(answer, c), case.call(answer, c)
         case.parameters(module, **keywords(module, block_shapes(c)))
+        owned = {p.data_ptr() for p in module.parameters()}
+        case.true(
+            owned.isdisjoint(p.data_ptr() for p in other.parameters()),
+            "Two blocks share their parameters: make new layers in each.",
+        )
 
 
 @Block.requires(
@@ -305,37 +310,24 @@ def _(answer, case):
 def _(answer, case):
     module, oracle = block_with_weights(answer, case, LLAMA, seed=20)
     case.agrees(module, oracle, probe(5, 7, 10, seed=21))
-    other = replace(LLAMA, rope_base=30_000.0)
+    other = replace(LLAMA, rope_base=30_000.0, norm_eps=0.3)
     module, oracle = block_with_weights(answer, case, other, seed=22)
     case.agrees(module, oracle, probe(2, 9, 10, seed=23))
 
 
-@Block.requires("a mask is passed on to attention")
-def _(answer, case):
-    module, oracle = block_with_weights(answer, case, LLAMA, seed=30)
-    x = probe(5, 7, 10, seed=31)
-    case.agrees(module, oracle, x, causal(7))
-    each = probe(5, 1, 7, 7, seed=32) > -0.3
-    case.agrees(module, oracle, x, mask=each | torch.eye(7, dtype=torch.bool))
-
-
 @Block.requires(
-    "positions that are given are used: gaps, and others in each row",
+    "the mask is passed on, and positions that are given are used, others in each row",
     "0 to T − 1 is only what holds when no positions are given.",
 )
 def _(answer, case):
-    module, oracle = block_with_weights(answer, case, LLAMA, seed=40)
-    x = probe(3, 5, 10, seed=41)
+    module, oracle = block_with_weights(answer, case, LLAMA, seed=30)
+    x = probe(3, 5, 10, seed=31)
+    case.agrees(module, oracle, x, causal(5))
+    each = (probe(3, 1, 5, 5, seed=32) > -0.3) | torch.eye(5, dtype=torch.bool)
+    case.agrees(module, oracle, x, mask=each)
     case.agrees(module, oracle, x, causal(5), torch.tensor([3, 4, 5, 9, 10]))
     rows = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2], [2, 3, 7, 8, 20]])
     case.agrees(module, oracle, x, causal(5), positions=rows)
-
-
-@Block.requires("the norms use the config's norm_eps")
-def _(answer, case):
-    for c in (LLAMA, replace(LLAMA, norm_eps=0.3)):
-        module, oracle = block_with_weights(answer, case, c, seed=50)
-        case.agrees(module, oracle, probe(3, 5, 10, seed=51, scale=0.05))
 
 
 @Block.requires(
@@ -382,13 +374,6 @@ def _(answer, case):
         x, mask = probe(2, 5, 10, seed=81), causal(5)
         case.gradients_agree(partial(module, mask=mask), partial(oracle, mask=mask), x)
         trained(case, module, x)
-
-
-@Block.requires("two blocks of one config share nothing")
-def _(answer, case):
-    one, two = (case.call(answer, LLAMA).parameters() for _ in range(2))
-    shared = {p.data_ptr() for p in one} & {p.data_ptr() for p in two}
-    case.true(not shared, "Two blocks share their parameters: make new layers in each.")
 
 
 @Block.requires("it creates nothing on another device")
@@ -647,19 +632,6 @@ def _(answer, case):
 
 
 @sample.requires(
-    "each row is drawn by itself, from its own logits",
-    "Which dimension is the vocabulary?",
-)
-def _(answer, case):
-    first = torch.tensor([3, 6, 0, 2, 5])
-    rows = 50 - 100.0 * ((torch.arange(7) * 3 - first[:, None] * 3) % 7)
-    case.equal(case.call(answer, rows), first, "the tokens")
-    case.equal(case.call(answer, rows[1:2]), first[1:2], "of one row, the tokens")
-    tokens = drawn(case, answer, torch.zeros(50), seed=3)
-    case.true(len(tokens.unique()) == 50, "All rows got the same few tokens.")
-
-
-@sample.requires(
     "the temperature divides the logits: low is sharper, high is flatter",
     "What happens to the difference of two logits at temperature 0.5?",
 )
@@ -684,27 +656,18 @@ def _(answer, case):
 @sample.requires(
     "top_p keeps the most likely tokens up to the one that crosses it, which is kept",
     "Sort, add up, and look at the sum *before* each token: has it reached top_p "
-    "already? Then tokens must go back to their own numbers.",
+    "already? With top_p = 1 none does. Then tokens must go back to their own numbers.",
 )
 def _(answer, case):
     cuts = ((0.95, ALL), (0.65, (3, 0)), (0.5, (3, 0)), (0.39, (3,)), (1e-9, (3,)))
     for seed, (top_p, tokens) in enumerate((*cuts, (0.75, (3, 0, 5)))):
         what = f"top_p {top_p} on probabilities 0.4, 0.3, 0.2, 0.1"
         follows(case, answer, ODDS, kept(*tokens), what, seed=10 + seed, top_p=top_p)
-
-
-@sample.requires(
-    "top_p of 1 keeps every token, in the smallest vocabulary too",
-    "With top_p = 1 no token crosses. What does your search for the crossing give then?",
-)
-def _(answer, case):
     follows(case, answer, ODDS, kept(*ALL), "top_p 1", seed=20, top_p=1.0)
-    two = torch.tensor([0.0, math.log(3)])
-    quarter = torch.tensor([0.25, 0.75])
-    follows(case, answer, two, quarter, "two tokens", seed=21, top_p=1.0)
+    two, odds = torch.tensor([0.0, math.log(3)]), torch.tensor([0.25, 0.75])
+    follows(case, answer, two, odds, "two tokens", seed=21, top_p=1.0)
     alone = case.call(answer, torch.zeros(3, 1), top_p=1.0, top_k=1)
-    zeros = torch.zeros(3, dtype=torch.int64)
-    case.equal(alone, zeros, "of a vocabulary of one, the tokens")
+    case.equal(alone, torch.tensor([0, 0, 0]), "of a vocabulary of one, the tokens")
     tokens = drawn(case, answer, torch.zeros(300), seed=22, top_p=1.0)
     case.true(len(tokens.unique()) > 285, "Some of 300 equal tokens never come.")
 
@@ -729,10 +692,17 @@ def _(answer, case):
 
 
 @sample.requires(
-    "rows are cut one by one: a sure row keeps few tokens, an unsure one many",
-    "Is a threshold, or a number of tokens to keep, found for the batch as a whole?",
+    "each row is drawn by itself: a sure row keeps few tokens, an unsure one many",
+    "Which dimension is the vocabulary? And is a threshold, or a number of tokens to "
+    "keep, found for the batch as a whole?",
 )
 def _(answer, case):
+    first = torch.tensor([3, 6, 0, 2, 5])
+    rows = 50 - 100.0 * ((torch.arange(7) * 3 - first[:, None] * 3) % 7)
+    case.equal(case.call(answer, rows), first, "the tokens")
+    case.equal(case.call(answer, rows[1:2]), first[1:2], "of one row, the tokens")
+    tokens = drawn(case, answer, torch.zeros(50), seed=3)
+    case.true(len(tokens.unique()) == 50, "All rows got the same few tokens.")
     sure = torch.tensor([0.02, 0.02, 0.9, 0.02, 0.02, 0.02]).log()
     for rows, settings, wanted in (
         ((sure, ODDS), dict(top_p=0.85), ({2}, {0, 3, 5})),
@@ -973,15 +943,39 @@ ODD = Sizes(1_009, 37, 5, 14, 2, 12, 101, 61, tied=False)
 ODD_GPT2 = replace(ODD, d_head=13, style="gpt2")
 
 
-def counts(case, expected, what, answer, *args):
-    with torch.device("meta"):  # where building a model takes no memory
-        found = case.call(answer, *args)
-    case.equal(found, expected, what)
+def counts(case, truth, what, answer, c, **more):
+    """The count is right, and a whole number."""
+    found = case.call(answer, c, **more)
+    if found != truth(c, **more):
+        grows = growth(case, truth, answer, c, **more)
+        raise Explained(f"{what} {found:,}, expected {truth(c, **more):,}. {grows}")
     case.true(isinstance(found, int), "The count is no whole number: use no `/`.")
 
 
-def count_agrees(case, answer, c, expected=None, what="the count"):
-    counts(case, expected or numbers_in(model_shapes(c)), what, answer, c)
+def growth(case, truth, answer, c, **more):
+    """What each size adds when it is doubled, in the answer and in truth."""
+    others = {
+        name: (replace(c, **{name: 2 * getattr(c, name)}), more) for name in SIZES
+    }
+    others["n_kv_heads"] = (replace(c, n_kv_heads=c.n_heads), more)
+    others |= {name: (c, {name: 2 * value}) for name, value in more.items()}
+    right, wrong = [], []
+    for name, (other, given) in others.items():
+        expected = truth(other, **given) - truth(c, **more)
+        with case.unrecorded():
+            found = case.call(answer, other, **given) - case.call(answer, c, **more)
+        if found == expected:
+            right.append(f"`{name}`")
+        else:
+            wrong.append(f"`{name}` adds {found:,}, expected {expected:,}")
+    text = "; ".join(wrong) or "nothing wrong: what is missing depends on none of them"
+    return (
+        f"Doubling a size adds what it should for {', '.join(right) or 'none'}; {text}."
+    )
+
+
+def true_count(c):
+    return numbers_in(model_shapes(c))
 
 
 @count_parameters.requires(
@@ -991,14 +985,14 @@ def count_agrees(case, answer, c, expected=None, what="the count"):
 )
 def _(answer, case):
     for c in (ODD, replace(ODD, n_layers=1), replace(ODD, n_kv_heads=14, d_head=2)):
-        count_agrees(case, answer, c)
+        counts(case, true_count, "The count is", answer, c)
 
 
 @count_parameters.requires("a tied matrix counts once")
 def _(answer, case):
     for c in (ODD, replace(ODD, n_layers=8, n_kv_heads=1)):
         c = replace(c, tied=True)
-        count_agrees(case, answer, c)
+        counts(case, true_count, "The count is", answer, c)
 
 
 @count_parameters.requires(
@@ -1007,20 +1001,21 @@ def _(answer, case):
 )
 def _(answer, case):
     for c in (ODD_GPT2, replace(ODD_GPT2, n_kv_heads=14, max_len=99, tied=True)):
-        count_agrees(case, answer, c)
+        counts(case, true_count, "The count is", answer, c)
 
 
 @count_parameters.requires(
     "the published counts of SmolLM2, GPT-2, Llama 2 7B and Llama 3 8B"
 )
 def _(answer, case):
-    for name, c, published in (
-        ("SmolLM2-135M", SMOLLM, 134_515_008),
-        ("GPT-2 small", GPT2_SMALL, 124_439_808),
-        ("Llama 2 7B", LLAMA_7B, 6_738_415_616),
-        ("Llama 3 8B", LLAMA_3_8B, 8_030_261_248),
+    for name, c in (
+        ("SmolLM2-135M", SMOLLM),
+        ("GPT-2 small", GPT2_SMALL),
+        ("Llama 2 7B", LLAMA_7B),
+        ("Llama 3 8B", LLAMA_3_8B),
     ):
-        count_agrees(case, answer, c, published, f"the count of {name}")
+        with torch.device("meta"):  # where building a model takes no memory
+            counts(case, true_count, f"The count of {name} is", answer, c)
 
 
 # forward_flops ------------------------------------------------------------------------
@@ -1036,9 +1031,8 @@ def counted_flops(fields, t):
     return counter.get_total_flops()
 
 
-def cost_agrees(case, answer, c, t, what="the number of operations"):
-    expected = counted_flops(tuple(fields_of(c).values()), t)
-    counts(case, expected, what, answer, c, t)
+def true_cost(c, t):
+    return counted_flops(tuple(fields_of(c).values()), t)
 
 
 @forward_flops.requires(
@@ -1050,24 +1044,14 @@ def cost_agrees(case, answer, c, t, what="the number of operations"):
 def _(answer, case):
     for c in (ODD, replace(ODD, n_kv_heads=14, d_ff=9)):
         for t in (17, 1, 43):
-            cost_agrees(case, answer, c, t)
+            counts(case, true_cost, "The operations are", answer, c, t=t)
 
 
 @forward_flops.requires("tied or not, the head multiplies; style gpt2 has no gate")
 def _(answer, case):
     for c in (replace(ODD, tied=True), ODD_GPT2, replace(ODD_GPT2, tied=True)):
         for t in (17, 1):
-            cost_agrees(case, answer, c, t)
-
-
-@forward_flops.requires("large models and long texts too, as whole numbers")
-def _(answer, case):
-    for name, c in (
-        ("four layers of SmolLM2-135M", replace(SMOLLM, n_layers=4)),
-        ("two layers of Llama 3 8B", replace(LLAMA_3_8B, n_layers=2)),
-    ):
-        for t in (1, 1_000):
-            cost_agrees(case, answer, c, t, f"the operations of {name}, T = {t},")
+            counts(case, true_cost, "The operations are", answer, c, t=t)
 
 
 # The parts of lessons 02 to 08 together ------------------------------------------------
@@ -1111,34 +1095,24 @@ def _(parts, case):
 
 
 @whole_decoder.requires(
-    "pre_norm, RMSNorm and SwiGLU make the second half of a block",
+    "pre_norm and RMSNorm around SwiGLU, FeedForward with gelu, and LearnedPositions",
     "Compare pre_norm(x, feed_forward, norm_2) with the two lines written out.",
 )
 def _(parts, case):
-    p = weights_for(block_shapes(LLAMA), 910)
-    network = case.call(parts["SwiGLU"], 10, 14)
-    load_all(case, network, own_weights(p, "feed_forward"))
-    norm = case.load(case.call(parts["RMSNorm"], 10, 1e-2), weight=p["norm_2"])
-    x, p = probe(3, 7, 10, seed=911, scale=0.3), doubled(p)
-    actual = case.call(parts["pre_norm"], x, network, norm)
-    wide = x.double()
-    expected = wide + thought(normed(wide, p, "norm_2", LLAMA), p, LLAMA)
-    case.close(actual, expected, "the second half of a block", like=x)
-
-
-@whole_decoder.requires(
-    "FeedForward with gelu, and LearnedPositions, are what style gpt2 needs",
-)
-def _(parts, case):
-    p = weights_for(block_shapes(GPT2), 920)
-    network = case.call(parts["FeedForward"], 10, 14, parts["gelu"])
-    for layer in (network.w_1, network.w_2):
-        layer.bias = nn.Parameter(torch.zeros(layer.out_features))
-    load_all(case, network, own_weights(p, "feed_forward"))
-    x = probe(3, 7, 10, seed=921)
-    expected = thought(x.double(), doubled(p), GPT2)
-    actual = case.call(network, x)
-    case.close(actual, expected, "the feed-forward network with biases", like=x)
+    norm = case.call(parts["RMSNorm"], 10, 1e-2)
+    for c, network in (
+        (LLAMA, case.call(parts["SwiGLU"], 10, 14)),
+        (GPT2, case.call(parts["FeedForward"], 10, 14, parts["gelu"])),
+    ):
+        p = weights_for(block_shapes(c), 910)
+        for layer in (network.w_1, network.w_2) if c is GPT2 else ():
+            layer.bias = nn.Parameter(torch.zeros(layer.out_features))
+        load_all(case, network, own_weights(p, "feed_forward"))
+        case.load(norm, weight=p["norm_2"])
+        x, p = probe(3, 7, 10, seed=911, scale=0.3), doubled(p)
+        actual, wide = case.call(parts["pre_norm"], x, network, norm), x.double()
+        expected = wide + thought(normed(wide, p, "norm_2", LLAMA), p, c)
+        case.close(actual, expected, f"half a block, style {c.style}", like=x)
     table = probe(11, 10)
     positions = case.load(case.call(parts["LearnedPositions"], 11, 10), table=table)
     actual = case.call(positions, torch.arange(7))

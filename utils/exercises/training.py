@@ -3,6 +3,7 @@
 import copy
 import math
 import numbers
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -312,8 +313,9 @@ def _(answer, case):
 # AdamW --------------------------------------------------------------------------------
 
 PLAIN = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+DECAYS = PLAIN | {"weight_decay": 0.5}
 SHAPES = ((3, 4), (5,), (2, 3, 2))
-TYPES = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.1}
+TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.1}
 
 
 def torch_adamw(parameters, **options):
@@ -321,58 +323,92 @@ def torch_adamw(parameters, **options):
 
 
 def parameters_of(shapes=SHAPES, seed=0, kind=torch.float32):
-    return [
-        nn.Parameter(probe(*shape, seed=seed + i, dtype=kind))
-        for i, shape in enumerate(shapes)
-    ]
-
-
-def set_gradients(parameters, step, scale=1.0, without=(), kind=torch.float32):
-    """A gradient for each parameter that depends on the step, growing and turning."""
-    for i, p in enumerate(parameters):
-        given = dict(seed=100 + 10 * step + i, scale=scale * (1 + step) / 2)
-        gradient = probe(*p.shape, **given, dtype=kind).to(p.dtype)
-        p.grad = None if i in without else gradient
+    given = [probe(*s, seed=seed + i, dtype=kind) for i, s in enumerate(shapes)]
+    return [nn.Parameter(each) for each in given]
 
 
 def values(parameters):
     return tuple(p.detach().clone() for p in parameters)
 
 
-def updated(
-    build, steps, seed=0, kind=torch.float32, doubled=False, scale=1.0, **options
-):
+def take_step(optimizer, parameters, step, scale=1.0, without=()):
+    """An update by gradients that depend on the step, growing and turning."""
+    for i, p in enumerate(parameters):
+        given = dict(seed=100 + 10 * step + i, scale=scale * (1 + step) / 2)
+        p.grad = None if i in without else probe(*p.shape, **given, dtype=p.dtype)
+    optimizer.step()
+
+
+def updated(build, steps, seed=0, kind=torch.float32, scale=1.0, **options):
     """How much parameters of several shapes change in some updates."""
     parameters = parameters_of(seed=seed, kind=kind)
-    if doubled:
-        parameters = [nn.Parameter(p.detach().double()) for p in parameters]
-    before = values(parameters)
-    optimizer = build(parameters, **options)
+    optimizer, before = build(parameters, **options), values(parameters)
     for step in range(steps):
-        set_gradients(parameters, step, scale, kind=kind)
-        optimizer.step()
+        take_step(optimizer, parameters, step, scale)
     return tuple(p - old for p, old in zip(values(parameters), before, strict=True))
 
 
-def same_parameters(case, found, truth, like=None, tolerance=2e-5, what="parameter {}"):
+def by_groups(build, steps):
+    """Groups with options of their own, under a schedule."""
+    first, second, third = parameters = parameters_of(seed=96)
+    groups = [
+        {"params": [first], "weight_decay": 0.9, "lr": 0.3},
+        {"params": [second, third], "betas": (0.5, 0.7), "eps": 0.2},
+    ]
+    optimizer = build(groups, **PLAIN)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / (step + 1)
+        take_step(optimizer, parameters, step)
+    return values(parameters)
+
+
+def with_some_missing(build, without):
+    """At each step some parameters have no gradient."""
+    parameters = parameters_of(seed=97)
+    optimizer = build(parameters, **DECAYS)
+    for step, left_out in enumerate(without):
+        take_step(optimizer, parameters, step, without=left_out)
+    return values(parameters)
+
+
+def stopped_and_resumed(build, steps):
+    """One optimizer goes on from the state of another, which goes on too."""
+    parameters = parameters_of(seed=105)
+    optimizer = build(parameters, **DECAYS)
+    for step in range(steps):
+        take_step(optimizer, parameters, step)
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+    resumed = build(copies, lr=7.0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(steps, 2 * steps):
+        take_step(resumed, copies, step)
+        take_step(optimizer, parameters, step + 3)
+    return values([*copies, *parameters])
+
+
+def strided_update(build, steps):
+    p = nn.Parameter(strided(probe(3, 4)))
+    optimizer = build([p], **PLAIN)
+    for step in range(steps):
+        p.grad = probe(4, 3, seed=step).T
+        optimizer.step()
+    return values([p])
+
+
+def follows(case, answer, *args, scenario=updated, tolerance=None, **settings):
+    """The answer gives in this scenario what torch's own AdamW gives."""
+
+    def take_steps(*args, **settings):
+        return scenario(answer, *args, **settings)
+
+    found = case.call_in_place(take_steps, *args, **settings)
+    truth = scenario(torch_adamw, *args, **settings)
+    change = "the change of " if scenario is updated else ""
     for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
-        case.close(actual, expected, what.format(i), like=like, tolerance=tolerance)
-
-
-def follows(case, answer, steps, kind=torch.float32, **options):
-    """`steps` updates, beside torch's own in float64."""
-
-    def take_steps(steps, **options):
-        return updated(answer, steps, kind=kind, **options)
-
-    options = PLAIN | options
-    found = case.call_in_place(take_steps, steps=steps, **options)
-    truth = updated(torch_adamw, steps, kind=kind, doubled=True, **options)
-    like = torch.empty(0, dtype=kind)
-    (beta_1, beta_2), case.sizes = options["betas"], {"lr": options["lr"]}
-    case.sizes |= {"1 − beta_1": 1 - beta_1, "1 − beta_2": 1 - beta_2}
-    what = "the change of parameter {}"
-    same_parameters(case, found, truth, like, TYPES[kind], what)
+        allowed = tolerance or TOLERANCES[expected.dtype]
+        what = f"{change}parameter {i}"
+        case.close(actual, expected, what, like=expected, tolerance=allowed)
 
 
 @AdamW.requires(
@@ -381,8 +417,8 @@ def follows(case, answer, steps, kind=torch.float32, **options):
     "square its square.",
 )
 def _(answer, case):
-    follows(case, answer, 1)
-    follows(case, answer, 1, seed=20, lr=0.02, betas=(0.9, 0.999))
+    follows(case, answer, 1, **PLAIN)
+    follows(case, answer, 1, seed=20, **PLAIN | {"lr": 0.02, "betas": (0.9, 0.999)})
 
 
 @AdamW.requires(
@@ -391,10 +427,10 @@ def _(answer, case):
     "weights that the gradients have in them after n steps?",
 )
 def _(answer, case):
-    follows(case, answer, 2)
-    follows(case, answer, 7, seed=30)
-    follows(case, answer, 5, seed=40, betas=(0.95, 0.6))
-    follows(case, answer, 3, seed=50, betas=(0.0, 0.9))
+    follows(case, answer, 2, **PLAIN)
+    follows(case, answer, 7, seed=30, **PLAIN)
+    follows(case, answer, 5, seed=40, **PLAIN | {"betas": (0.95, 0.6)})
+    follows(case, answer, 3, seed=50, **PLAIN | {"betas": (0.0, 0.9)})
 
 
 @AdamW.requires(
@@ -402,9 +438,9 @@ def _(answer, case):
     "Outside of the root, after the correction. With a large eps the order shows.",
 )
 def _(answer, case):
-    follows(case, answer, 1, eps=0.3)
-    follows(case, answer, 6, seed=60, eps=0.3)
-    follows(case, answer, 4, seed=70, scale=1e-6, eps=1e-5)
+    follows(case, answer, 1, **PLAIN | {"eps": 0.3})
+    follows(case, answer, 6, seed=60, **PLAIN | {"eps": 0.3})
+    follows(case, answer, 4, seed=70, scale=1e-6, **PLAIN | {"eps": 1e-5})
 
 
 @AdamW.requires(
@@ -412,9 +448,9 @@ def _(answer, case):
     "Decoupled: the decay does not enter the two means.",
 )
 def _(answer, case):
-    follows(case, answer, 1, weight_decay=0.5)
-    follows(case, answer, 6, seed=80, lr=0.3, weight_decay=0.7)
-    follows(case, answer, 4, seed=90, weight_decay=0.5, scale=0.0)
+    follows(case, answer, 1, **DECAYS)
+    follows(case, answer, 6, seed=80, **PLAIN | {"lr": 0.3, "weight_decay": 0.7})
+    follows(case, answer, 4, seed=90, scale=0.0, **DECAYS)
 
 
 @AdamW.requires(
@@ -422,14 +458,8 @@ def _(answer, case):
     "Compare the defaults of lr, betas, eps and weight_decay with those asked for.",
 )
 def _(answer, case):
-    def take_steps(steps, scale):
-        return updated(answer, steps, seed=95, scale=scale)
-
     for scale in (1.0, 1e-6):  # beside gradients of 1e-6 the default eps shows
-        found = case.call_in_place(take_steps, steps=3, scale=scale)
-        truth = updated(torch_adamw, 3, seed=95, scale=scale, doubled=True)
-        what = "the change of parameter {}"
-        same_parameters(case, found, truth, tolerance=2e-6, what=what)
+        follows(case, answer, 3, seed=95, scale=scale, tolerance=2e-6)
 
 
 @AdamW.requires(
@@ -438,22 +468,7 @@ def _(answer, case):
     "between two steps.",
 )
 def _(answer, case):
-    def take_steps(steps, build=answer):
-        first, second, third = parameters = parameters_of(seed=96)
-        groups = [
-            {"params": [first], "weight_decay": 0.9, "lr": 0.3},
-            {"params": [second, third], "betas": (0.5, 0.7), "eps": 0.2},
-        ]
-        optimizer = build(groups, **PLAIN)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] / (step + 1)
-            set_gradients(parameters, step)
-            optimizer.step()
-        return values(parameters)
-
-    found = case.call_in_place(take_steps, steps=3)
-    same_parameters(case, found, take_steps(3, torch_adamw))
+    follows(case, answer, 3, scenario=by_groups)
 
 
 @AdamW.requires(
@@ -462,17 +477,8 @@ def _(answer, case):
     "gradient comes, that is its step 1.",
 )
 def _(answer, case):
-    def take_steps(without, build=answer):
-        parameters = parameters_of(seed=97)
-        optimizer = build(parameters, **PLAIN | {"weight_decay": 0.5})
-        for step, left_out in enumerate(without):
-            set_gradients(parameters, step, without=left_out)
-            optimizer.step()
-        return values(parameters)
-
     for without in ([(1,), (1,), (), (0,), ()], [(1,)]):
-        found = case.call_in_place(take_steps, without=without)
-        same_parameters(case, found, take_steps(without, torch_adamw))
+        follows(case, answer, without, scenario=with_some_missing)
 
 
 @AdamW.requires(
@@ -483,55 +489,37 @@ def _(answer, case):
 def _(answer, case):
     def take_steps(steps):
         parameters = parameters_of(seed=98)
+        optimizer, kept = answer(parameters, **DECAYS), []
         memory = [p.data_ptr() for p in parameters]
-        optimizer = answer(parameters, **PLAIN | {"weight_decay": 0.5})
-        changes = set()
         for step in range(steps):
-            set_gradients(parameters, step)
-            before = [p.grad.clone() for p in parameters]
-            optimizer.step()
-            for p, old in zip(parameters, before, strict=True):
-                if p.grad is None or not p.grad.any():
-                    changes.add("cleared")
-                elif not torch.equal(p.grad, old):
-                    changes.add("changed")
-        same = [p.data_ptr() for p in parameters] == memory
-        graph = any(p.grad_fn is not None or not p.requires_grad for p in parameters)
+            take_step(optimizer, parameters, step)
+            after = [p.grad for p in parameters]
+            take_step(SimpleNamespace(step=int), parameters, step)  # the same gradients
+            kept += map(same_tensors, after, [p.grad for p in parameters])
         states = [v for s in optimizer.state.values() for v in s.values()]
-        graph = graph or any(getattr(v, "requires_grad", False) for v in states)
-        return " and ".join(sorted(changes)), same, graph
+        tracked = [v for v in states if getattr(v, "requires_grad", False)]
+        tracked += [p for p in parameters if p.grad_fn or not p.requires_grad]
+        return all(kept), memory == [p.data_ptr() for p in parameters], not tracked
 
-    changes, same, graph = case.call_in_place(take_steps, steps=2)
-    case.true(not changes, f"The gradients were {changes}. Others may still read them.")
+    gradients, same, untracked = case.call_in_place(take_steps, steps=2)
+    case.true(gradients, "The gradients were changed. Others may still read them.")
     case.true(same, "The parameters moved to new memory instead of changing in place.")
     case.true(
-        not graph, "A graph or its gradient hangs on the parameters or the state."
+        untracked, "A graph or its gradient hangs on the parameters or the state."
     )
 
 
+def same_tensors(one, other):
+    return one is not None and torch.equal(one, other)
+
+
 @AdamW.requires(
-    "state_dict() holds all that the next step needs, and nobody else's",
+    "state_dict() holds all that the next step needs, and nothing of another optimizer",
     "What you keep between steps belongs into `self.state[p]`. Training is interrupted "
     "and goes on from a file; what is kept elsewhere is lost.",
 )
 def _(answer, case):
-    def stop_and_go_on(steps, build=answer):
-        parameters = parameters_of(seed=105)
-        optimizer = build(parameters, **PLAIN | {"weight_decay": 0.5})
-        for step in range(steps):
-            set_gradients(parameters, step)
-            optimizer.step()
-        copies = [nn.Parameter(p.detach().clone()) for p in parameters]
-        again = build(copies, lr=7.0)
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for step in range(steps, 2 * steps):
-            for each, it in ((copies, again), (parameters, optimizer)):
-                set_gradients(each, step + len(each))
-                it.step()
-        return values([*copies, *parameters])
-
-    found = case.call_in_place(stop_and_go_on, steps=3)
-    same_parameters(case, found, stop_and_go_on(3, torch_adamw))
+    follows(case, answer, 3, scenario=stopped_and_resumed)
 
 
 @AdamW.requires(
@@ -540,19 +528,9 @@ def _(answer, case):
     "`torch.zeros(p.shape)` has its own.",
 )
 def _(answer, case):
-    follows(case, answer, 4, torch.float64, seed=110, weight_decay=0.3)
-    follows(case, answer, 3, torch.bfloat16, seed=120, lr=0.05)
-
-    def strided_steps(steps, build=answer):
-        p = nn.Parameter(strided(probe(3, 4)))
-        optimizer = build([p], **PLAIN)
-        for step in range(steps):
-            p.grad = probe(4, 3, seed=step).T
-            optimizer.step()
-        return values([p])
-
-    found = case.call_in_place(strided_steps, steps=2)
-    same_parameters(case, found, strided_steps(2, torch_adamw))
+    follows(case, answer, 4, seed=110, kind=torch.float64, **DECAYS)
+    follows(case, answer, 3, seed=120, kind=torch.bfloat16, **PLAIN)
+    follows(case, answer, 2, scenario=strided_update)
 
     def take_a_step(p, gradient):
         p = nn.Parameter(p)
@@ -564,7 +542,6 @@ def _(answer, case):
         elsewhere = [v for v in kept if v.ndim and v.device != p.device]
         return elsewhere[0] if elsewhere else p.detach()
 
-    case.note("a step elsewhere")
     case.any_device(take_a_step, probe(3, 4), probe(3, 4, seed=1))
 
 

@@ -66,12 +66,6 @@ Block.fault(
     (THINK, "new + self.feed_forward(self.norm_2(x))"),
 )
 Block.fault(
-    "feed_forward_first",
-    "The feed-forward network runs before attention.",
-    (THINK, "pre_norm(x, attend, self.norm_1)"),
-    (ATTEND, f"x = {THINK}"),
-)
-Block.fault(
     "attention_unused",
     "Attention's result is not used: is it bound to a name that nobody reads, or added "
     "to a copy?",
@@ -93,12 +87,6 @@ Block.fault(
     "one_norm_for_both",
     "`norm_1` is used twice. The two norms have weights of their own; while both are "
     "ones, as at the start, nobody notices.",
-    ("self.feed_forward, self.norm_2)", "self.feed_forward, self.norm_1)"),
-)
-Block.fault(
-    "norms_exchanged",
-    "`norm_1` and `norm_2` are exchanged.",
-    ("attend, self.norm_1)", "attend, self.norm_2)"),
     ("self.feed_forward, self.norm_2)", "self.feed_forward, self.norm_1)"),
 )
 Block.fault(
@@ -168,11 +156,6 @@ Block.fault(
     "exact one of lesson 05 is used.",
     ("config.d_ff, gelu)", 'config.d_ff, nn.GELU(approximate="tanh"))'),
 )
-Block.fault(
-    "relu",
-    'Style "gpt2" uses ReLU; it should be GELU.',
-    ("config.d_ff, gelu)", "config.d_ff, nn.ReLU())"),
-)
 
 # Transformer --------------------------------------------------------------------------
 
@@ -194,11 +177,6 @@ Transformer.fault(
     "The mask is upside down: each position sees what comes *after* it. True = may "
     "look, row = query, column = key.",
     (MASK, f"{MASK}.T"),
-)
-Transformer.fault(
-    "diagonal_hidden",
-    "No position sees itself: the mask is one diagonal too narrow.",
-    (MASK, f"{MASK}.tril(-1)"),
 )
 Transformer.fault(
     "one_ahead",
@@ -226,12 +204,6 @@ Transformer.fault(
     "It returns probabilities. Return the logits: training and sampling apply the "
     "softmax where they need it.",
     (LOGITS, f"{LOGITS}.softmax(-1)"),
-)
-Transformer.fault(
-    "last_position_only",
-    "It returns the logits of the last position alone. Training needs those of all "
-    "positions.",
-    (LOGITS, f"{LOGITS}[:, -1]"),
 )
 Transformer.fault(
     "shifted",
@@ -269,11 +241,6 @@ Transformer.fault(
     ("if parameter.dim() > 1:", "if True:"),
 )
 Transformer.fault(
-    "uniform_start",
-    "The starting values are spread evenly over a range. Normal values are asked for.",
-    (NORMAL, "nn.init.uniform_(parameter, -0.0346, 0.0346)"),
-)
-Transformer.fault(
     "seeded_inside",
     "A seed is set inside: every new model has the same starting values, and so has "
     "whatever draws after it.",
@@ -283,11 +250,6 @@ Transformer.fault(
     "never_tied",
     "`tied` is ignored: the head always has a matrix of its own.",
     ("if config.tied:", "if False:"),
-)
-Transformer.fault(
-    "always_tied",
-    "`tied` is ignored: the head always shares the embedding's matrix.",
-    ("if config.tied:", "if True:"),
 )
 Transformer.fault(
     "values_copied",
@@ -313,12 +275,6 @@ sample.fault(
     "Temperature 0 divides by zero. It means the most likely token: return that before "
     "anything is divided.",
     (COLD, ""),
-)
-sample.fault(
-    "argmax_over_rows",
-    "The most likely token is looked for across the batch instead of the vocabulary, "
-    "the last dimension.",
-    ("argmax(dim=-1)", "argmax(dim=0)"),
 )
 sample.fault(
     "always_greedy",
@@ -361,16 +317,6 @@ sample.fault(
     (" / temperature", ""),
 )
 sample.fault(
-    "top_k_ignored",
-    "`top_k` is not used.",
-    (CUT, "pass"),
-)
-sample.fault(
-    "least_likely_kept",
-    "top_k keeps the least likely tokens: the order is reversed.",
-    (CUT, "scaled[:, :-top_k] = -torch.inf"),
-)
-sample.fault(
     "cut_to_zero",
     "Tokens that are cut get a logit of 0, and exp(0) is 1: they can still be drawn. "
     "Their probability must be 0, so their logit −inf.",
@@ -381,11 +327,6 @@ sample.fault(
     "What is drawn from the sorted probabilities is a rank, not a token, where `top_k` "
     "or `top_p` is given. Look up which token has that rank.",
     (TOKENS, f"drawn.squeeze(1) if top_k or top_p else {TOKENS}"),
-)
-sample.fault(
-    "top_p_ignored",
-    "`top_p` is not used.",
-    ("if top_p is not None and top_p < 1", "if False"),
 )
 sample.fault(
     "crossing_token_dropped",
@@ -428,11 +369,6 @@ sample.fault(
     "The generator is not passed on, so its seed decides nothing.",
     (", generator=generator", ""),
 )
-sample.fault(
-    "reseeded",
-    "A new generator with a fixed seed is made in each call: every draw is the same.",
-    ("generator=generator", "generator=torch.Generator().manual_seed(0)"),
-)
 
 # generate -----------------------------------------------------------------------------
 
@@ -440,12 +376,6 @@ SEEN = "model(ids[:, -max_len:])"
 DRAWN = "sample(logits, temperature, top_k, top_p, generator)"
 LOOP = "for _ in range(n_tokens):"
 
-generate.fault(
-    "first_position",
-    "The next token is drawn from the first position's logits. The last position has "
-    "seen the whole text.",
-    (f"{SEEN}[:, -1]", f"{SEEN}[:, 0]"),
-)
 generate.fault(
     "last_but_one",
     "The next token is drawn from the last position but one: it predicts the token "
@@ -463,16 +393,6 @@ generate.fault(
     "The model reads only the newest token. Without a cache (lesson 10) it has to read "
     "the whole text again.",
     (SEEN, "model(ids[:, -1:])"),
-)
-generate.fault(
-    "prompt_left_out",
-    "The prompt is missing from the result.",
-    ("return ids", "return ids[:, -n_tokens:]"),
-)
-generate.fault(
-    "put_in_front",
-    "New tokens are put in front of the text.",
-    ("[ids, token[:, None]]", "[token[:, None], ids]"),
 )
 generate.fault(
     "up_to_n_tokens",
@@ -574,29 +494,9 @@ count_parameters.fault(
     (" + biases", ""),
 )
 count_parameters.fault(
-    "norm_biases_forgotten",
-    'In style "gpt2" each norm has a bias too; it is missing.',
-    ("2 if gpt2 else 1", "1"),
-)
-count_parameters.fault(
     "positions_forgotten",
     'In style "gpt2" the table of positions is learned; it is missing.',
     (" + table", ""),
-)
-count_parameters.fault(
-    "embedding_forgotten",
-    "The embedding is missing: V·d numbers.",
-    ("1 if c.tied else 2", "0 if c.tied else 1"),
-)
-count_parameters.fault(
-    "one_layer",
-    "Only one block is counted.",
-    ("c.n_layers * (", "("),
-)
-count_parameters.fault(
-    "rope_counted",
-    "RoPE's angles are counted; they are computed, not learned.",
-    ("if gpt2 else 0\n    return", "if gpt2 else c.max_len * c.d_head // 2\n    return"),
 )
 
 # forward_flops ------------------------------------------------------------------------
@@ -606,12 +506,6 @@ forward_flops.fault(
     "A multiplication and its addition are counted as one; they are two operations "
     "here.",
     ("return 2 * (", "return ("),
-)
-forward_flops.fault(
-    "backward_too",
-    "The backward pass is counted too. It costs about twice the forward pass, which "
-    "alone is asked for.",
-    ("return 2 * (", "return 6 * ("),
 )
 forward_flops.fault(
     "scores_forgotten",
@@ -626,22 +520,10 @@ forward_flops.fault(
     ("2 * t * t", "t * t"),
 )
 forward_flops.fault(
-    "one_score_each",
-    "The scores grow with T here; every position meets every other, so they grow with "
-    "T².",
-    ("2 * t * t", "2 * t"),
-)
-forward_flops.fault(
     "causal_half",
     "Only the scores that the mask leaves are counted. Our code computes the whole "
     "square and hides half of it.",
     ("2 * t * t", "t * (t + 1)"),
-)
-forward_flops.fault(
-    "scores_of_the_stream",
-    "The scores are counted with `d_model`; the heads together are n_heads·d_head "
-    "wide.",
-    ("c.n_layers * c.n_heads * c.d_head", "c.n_layers * c.d_model"),
 )
 forward_flops.fault(
     "scores_of_kv_heads",
@@ -650,20 +532,10 @@ forward_flops.fault(
     ("c.n_layers * c.n_heads", "c.n_layers * c.n_kv_heads"),
 )
 forward_flops.fault(
-    "scores_of_one_layer",
-    "The scores are counted for one block. Every block has its own.",
-    ("c.n_layers * c.n_heads", "c.n_heads"),
-)
-forward_flops.fault(
     "kv_heads_ignored",
     "Keys and values are projected once for every query head here; there are only "
     "`n_kv_heads` of them.",
     ("c.n_heads + c.n_kv_heads", "2 * c.n_heads"),
-)
-forward_flops.fault(
-    "gate_forgotten",
-    "SwiGLU has three matrices, one of them is missing.",
-    ('2 if c.style == "gpt2" else 3', "2"),
 )
 forward_flops.fault(
     "always_gated",
@@ -686,17 +558,6 @@ forward_flops.fault(
     "position.",
     ("c.vocab_size * c.d_model", "c.vocab_size * c.d_model / t"),
     ("t * weights", "round(t * weights)"),
-)
-forward_flops.fault(
-    "embedding_counted",
-    "The embedding is counted as a product. It is a look-up and costs no arithmetic.",
-    ("+ c.vocab_size", "+ 2 * c.vocab_size"),
-)
-forward_flops.fault(
-    "one_layer",
-    "Only one block is counted.",
-    ("c.n_layers * (attention", "(attention"),
-    ("c.n_layers * c.n_heads", "c.n_heads"),
 )
 forward_flops.fault(
     "two_per_parameter",
@@ -728,12 +589,6 @@ whole_decoder.fault(
     edited="MultiHeadAttention",
 )
 whole_decoder.fault(
-    "eps_fixed",
-    "`RMSNorm` ignores the eps that it is given.",
-    ("self.eps = eps", "self.eps = 1e-6"),
-    edited="RMSNorm",
-)
-whole_decoder.fault(
     "stream_normalised",
     "`pre_norm` adds to the normalised stream instead of the stream.",
     ("x + sublayer", "norm(x) + sublayer"),
@@ -749,20 +604,8 @@ whole_decoder.fault(
     edited="gelu",
 )
 whole_decoder.fault(
-    "block_forgets_the_base",
-    "`Block` uses RoPE's default base.",
-    (", base=self.config.rope_base", ""),
-    edited="Block",
-)
-whole_decoder.fault(
     "model_without_mask",
     "`Transformer` has no mask.",
     ("block(x, mask, positions)", "block(x, None, positions)"),
     edited="Transformer",
-)
-whole_decoder.fault(
-    "generate_reads_one_token",
-    "`generate` gives the model the newest token alone.",
-    (SEEN, "model(ids[:, -1:])"),
-    edited="generate",
 )

@@ -14,19 +14,12 @@ from utils.exercises.training import (
 MEAN = "return (normaliser - right).mean()"
 LARGEST = "logits.amax(dim=-1, keepdim=True)"
 NORMALISER = "logits.exp().sum(dim=-1).log()"
-FITTING = "targets.shape != logits.shape[:-1]"
 
 cross_entropy.fault(
     "sum",
     "The losses are added up. The mean is asked for, or the size of the gradient grows "
     "with the batch.",
     (".mean()", ".sum()"),
-)
-cross_entropy.fault(
-    "summed_over_time",
-    "The sum over everything is divided by the first dimension only. A mean counts "
-    "every target.",
-    (".mean()", ".sum() / len(targets)"),
 )
 cross_entropy.fault(
     "sign",
@@ -94,11 +87,6 @@ cross_entropy.fault(
     ),
 )
 cross_entropy.fault(
-    "bits",
-    "The logarithm is to base 2; nats are asked for.",
-    (MEAN, f"{MEAN} / math.log(2)"),
-)
-cross_entropy.fault(
     "perplexity",
     "This is the perplexity, exp of the loss.",
     (MEAN, f"{MEAN}.exp()"),
@@ -118,13 +106,6 @@ cross_entropy.fault(
     "wrong tokens down.",
     (LARGEST, f"{LARGEST}.detach()"),
     (NORMALISER, f"{NORMALISER}.detach()"),
-)
-cross_entropy.fault(
-    "counts_compared",
-    "The numbers of targets are compared instead of the shapes. Targets that are "
-    "turned round, (T, B), are as many, and each would be asked of another token.",
-    (FITTING, "targets.numel() != logits[..., 0].numel()"),
-    ("targets[..., None]", "targets.reshape(logits.shape[:-1])[..., None]"),
 )
 
 # Batches ------------------------------------------------------------------------------
@@ -147,12 +128,6 @@ get_batch.fault(
     (TARGETS, ", pieces[:, :-1].roll(-1, 1)"),
 )
 get_batch.fault(
-    "ids_plus_one",
-    "The targets are the inputs' ids plus 1. It is the *place* in the text that moves "
-    "by one.",
-    (TARGETS, ", pieces[:, :-1] + 1"),
-)
-get_batch.fault(
     "last_start_missing",
     "The last possible start is never drawn: there are N − T of them, and "
     "`torch.randint` leaves out its upper end by itself.",
@@ -168,19 +143,6 @@ get_batch.fault(
     "anywhere",
     "The starts are drawn from the whole text, without room for a piece behind them.",
     (HIGH, "len(data),"),
-)
-get_batch.fault(
-    "wrapped",
-    "A piece that runs past the end goes on at the beginning of the text: two texts "
-    "that have nothing to do with each other become one.",
-    (HIGH, "len(data),"),
-    (CUT, "data[(starts + torch.arange(t + 1)) % len(data)]"),
-)
-get_batch.fault(
-    "grid",
-    "Pieces start only at multiples of T. Then the same tokens always stand at the "
-    "beginning of a piece and are predicted from nothing.",
-    (START, f"{START} // t * t"),
 )
 get_batch.fault(
     "one_start",
@@ -214,16 +176,6 @@ get_batch.fault(
     "seeded_inside",
     "A seed is set inside, so every call gives the same batch.",
     ("generator=generator", "generator=torch.Generator().manual_seed(0)"),
-)
-get_batch.fault(
-    "global_seed",
-    "The global random state is set from the generator: a second call gives the same "
-    "batch, and everyone else's random numbers change.",
-    (
-        START,
-        "(generator and torch.manual_seed(generator.initial_seed()), "
-        f"{START.replace(', generator=generator', '')})[1]",
-    ),
 )
 
 # The learning rate --------------------------------------------------------------------
@@ -262,13 +214,6 @@ learning_rate.fault(
     "The steps after the warm-up are divided by `total_steps`, so the fall is not "
     "finished at step `total_steps`. It has `total_steps - warmup_steps` steps.",
     ("/ (total_steps - warmup_steps)", "/ total_steps"),
-)
-learning_rate.fault(
-    "total_after_warmup",
-    "The fall takes `total_steps` steps after the warm-up. Here `total_steps` counts "
-    "the warm-up as well.",
-    ("/ (total_steps - warmup_steps)", "/ total_steps"),
-    ("step >= total_steps", "step >= total_steps + warmup_steps"),
 )
 learning_rate.fault(
     "linear_fall",
@@ -326,7 +271,6 @@ DECAY = 'p.mul_(1 - lr * group["weight_decay"])'
 CHANGE = 'p.sub_(lr * mean / (square.sqrt() + group["eps"]))'
 ROOT = 'square.sqrt() + group["eps"]'
 MISSING = "if p.grad is None:\n                    continue"
-ZEROS = 'state["square"] = torch.zeros_like(p)'
 
 AdamW.fault(
     "no_correction",
@@ -387,17 +331,6 @@ AdamW.fault(
     ("(1 - beta_1) * p.grad", "p.grad"),
 )
 AdamW.fault(
-    "first_mean_kept",
-    "The first mean starts as the first gradient itself instead of at zero, and is "
-    "corrected all the same.",
-    ('state["mean"] = torch.zeros_like(p)', 'state["mean"] = p.grad.clone()'),
-)
-AdamW.fault(
-    "no_square",
-    "The second mean is one of the gradient's size, not square.",
-    ("p.grad**2", "p.grad.abs()"),
-)
-AdamW.fault(
     "no_root",
     "The mean is divided by the mean square without its root.",
     ("square.sqrt()", "square"),
@@ -407,11 +340,6 @@ AdamW.fault(
     "The means start anew at every step, so only the last gradient counts. Keep them "
     "in `self.state[p]`, and begin with zeros only once.",
     ("if not state:", "if True:"),
-)
-AdamW.fault(
-    "means_are_one",
-    "Both means are one tensor: each is written over the other.",
-    (ZEROS, 'state["square"] = state["mean"]'),
 )
 AdamW.fault(
     "eps_inside_root",
@@ -556,22 +484,9 @@ clip_gradients.fault(
     ),
 )
 clip_gradients.fault(
-    "new_tensors",
-    "`p.grad` is bound to a new tensor instead of being changed.",
-    ("gradients = [", "parameters = list(parameters)\n    gradients = ["),
-    ("for g in gradients:", "for p in parameters:"),
-    (SHORTENED, "p.grad = None if p.grad is None else p.grad * (max_norm / total)"),
-)
-clip_gradients.fault(
     "not_in_place",
     "Shorter copies are made and dropped; the gradients stay as they were.",
     (SHORTENED, "g = g * (max_norm / total)"),
-)
-clip_gradients.fault(
-    "length_of_parameters",
-    "The length is that of the parameters, not of their gradients.",
-    ("gradients = [", "parameters = list(parameters)\n    gradients = ["),
-    (LENGTH, "torch.stack([p.detach().norm() for p in parameters]).norm()"),
 )
 clip_gradients.fault(
     "length_after",
