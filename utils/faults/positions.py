@@ -61,6 +61,11 @@ sinusoidal.fault(
     "row. The dimension along which they are put together must be the last one.",
     ("dim=-1).flatten(-2)", "dim=0).reshape(t, d_model)"),
 )
+sinusoidal.fault(
+    "new_dimension_in_front",
+    "Sines and cosines are stacked in front, so that they do not meet in one row.",
+    ("dim=-1", "dim=0"),
+)
 
 # Learned positions --------------------------------------------------------------------
 
@@ -144,6 +149,11 @@ rope.fault(
     "of taking turns. Scores do not notice; weights loaded from elsewhere do.",
     (TURNED, IN_HALVES),
     (FLAT, "turned"),
+)
+rope.fault(
+    "new_dimension_in_front",
+    "The two numbers of a pair are stacked in front, so that they do not meet in a row.",
+    (TURNED, TURNED.replace("dim=-1", "dim=0")),
 )
 rope.fault(
     "halves_put_together_as_neighbours",
@@ -230,7 +240,7 @@ rope.fault(
     "changed. Keep the frequencies if you like; the angles depend on the positions.",
     (
         BOTH,
-        "key = x.shape[-2], d_head, base\n"
+        "key = positions.shape, d_head, base\n"
         "    kept = rope.__dict__.setdefault(key, angles.detach())\n"
         "    cos, sin = kept.cos(), kept.sin()",
     ),
