@@ -141,11 +141,6 @@ Block.fault(
     ),
 )
 Block.fault(
-    "head_width_from_model",
-    "`d_head` is not passed on, so heads are `d_model // n_heads` wide.",
-    ("config.n_kv_heads, config.d_head", "config.n_kv_heads"),
-)
-Block.fault(
     "rotated_gpt2",
     'Style "gpt2" rotates too. Its positions are added to the embedding by the model.',
     ('if self.config.style == "llama":', "if True:"),
@@ -194,12 +189,6 @@ Transformer.fault(
     ("norm(config.d_model, eps=config.norm_eps)", "norm(config.d_model)"),
 )
 Transformer.fault(
-    "embedding_scaled",
-    "The embedding is multiplied by √d_model. The paper of 2017 does that; the two "
-    "styles here do not.",
-    ("x = self.embedding(ids)", "x = self.embedding(ids) * self.config.d_model**0.5"),
-)
-Transformer.fault(
     "probabilities",
     "It returns probabilities. Return the logits: training and sampling apply the "
     "softmax where they need it.",
@@ -227,29 +216,6 @@ Transformer.fault(
     "The blocks are in a plain Python list. PyTorch does not look into it: their "
     "parameters are neither trained nor saved nor moved. Use `nn.ModuleList`.",
     (BLOCKS, "[Block(config) for _ in range(config.n_layers)]"),
-)
-Transformer.fault(
-    "starts_too_large",
-    "The embedding keeps PyTorch's starting values, of standard deviation 1. Tied to "
-    "the head they make logits of size √d_model, and a new model is sure of nonsense.",
-    (NORMAL, "pass"),
-)
-Transformer.fault(
-    "vectors_random_too",
-    "The weights of the norms get random values too, near 0, which nearly silences "
-    "every layer. Only matrices do: parameters with more than one dimension.",
-    ("if parameter.dim() > 1:", "if True:"),
-)
-Transformer.fault(
-    "seeded_inside",
-    "A seed is set inside: every new model has the same starting values, and so has "
-    "whatever draws after it.",
-    ("self.config = config", "self.config = config\n        torch.manual_seed(0)"),
-)
-Transformer.fault(
-    "never_tied",
-    "`tied` is ignored: the head always has a matrix of its own.",
-    ("if config.tied:", "if False:"),
 )
 Transformer.fault(
     "values_copied",
@@ -294,11 +260,6 @@ sample.fault(
     (TOKENS, "drawn.squeeze(1)"),
 )
 sample.fault(
-    "extra_dimension",
-    "The result is `(B, 1)`; one token a row is `(B,)`.",
-    (TOKENS, "order.gather(1, drawn)"),
-)
-sample.fault(
     "row_alone_squeezed",
     "`squeeze()` without a dimension takes away every dimension of size 1, that of a "
     "batch of one row as well. Name the one that goes.",
@@ -309,12 +270,6 @@ sample.fault(
     "The logits are multiplied by the temperature: a high one then makes the model "
     "*more* sure. Divide.",
     ("/ temperature", "* temperature"),
-)
-sample.fault(
-    "temperature_ignored",
-    "The temperature changes nothing. Is it used? On probabilities a division is "
-    "undone by the next normalisation; divide the logits.",
-    (" / temperature", ""),
 )
 sample.fault(
     "cut_to_zero",
@@ -364,11 +319,6 @@ sample.fault(
     ("logits.float()", "logits"),
     (DIVIDED, "scaled / temperature"),
 )
-sample.fault(
-    "generator_ignored",
-    "The generator is not passed on, so its seed decides nothing.",
-    (", generator=generator", ""),
-)
 
 # generate -----------------------------------------------------------------------------
 
@@ -401,11 +351,6 @@ generate.fault(
     (LOOP, "for _ in range(n_tokens - ids.shape[1]):"),
 )
 generate.fault(
-    "no_window",
-    "Past `max_len` the model is given more tokens than it can read.",
-    (SEEN, "model(ids)"),
-)
-generate.fault(
     "first_tokens_seen",
     "Past `max_len` the model sees the *first* tokens, and so never again what it has "
     "just written.",
@@ -418,29 +363,9 @@ generate.fault(
     (DRAWN, DRAWN.replace("temperature", "temperature * (temperature != 1)")),
 )
 generate.fault(
-    "temperature_not_passed",
-    "The temperature is not passed on to `sample`.",
-    (DRAWN, DRAWN.replace("temperature", "float(temperature > 0)")),
-)
-generate.fault(
-    "top_k_not_passed",
-    "`top_k` is not passed on to `sample`.",
-    (DRAWN, DRAWN.replace("top_k", "None")),
-)
-generate.fault(
-    "top_p_not_passed",
-    "`top_p` is not passed on to `sample`.",
-    (DRAWN, DRAWN.replace("top_p", "None")),
-)
-generate.fault(
     "settings_exchanged",
     "`top_k` and `top_p` reach `sample` in each other's place. Pass them by name.",
     (DRAWN, DRAWN.replace("top_k, top_p", "top_p, top_k")),
-)
-generate.fault(
-    "generator_not_passed",
-    "The generator is not passed on to `sample`.",
-    (", generator)", ")"),
 )
 
 # count_parameters ---------------------------------------------------------------------
@@ -459,24 +384,9 @@ count_parameters.fault(
     ("c.n_kv_heads * c.d_head", "c.n_kv_heads * (c.d_model // c.n_heads)"),
 )
 count_parameters.fault(
-    "tied_twice",
-    "A tied matrix is counted twice.",
-    ("1 if c.tied else 2", "2"),
-)
-count_parameters.fault(
-    "always_tied",
-    "The head's own matrix is missing where it is not tied.",
-    ("1 if c.tied else 2", "1"),
-)
-count_parameters.fault(
     "gate_forgotten",
     "SwiGLU has three matrices, one of them is missing.",
     ("2 if gpt2 else 3", "2"),
-)
-count_parameters.fault(
-    "norms_forgotten",
-    "The weights of the norms are missing.",
-    ("2 if gpt2 else 1", "0"),
 )
 count_parameters.fault(
     "last_norm_forgotten",
@@ -487,16 +397,6 @@ count_parameters.fault(
     "one_norm_a_block",
     "A block has two norms, one is missing.",
     ("2 * norm", "norm"),
-)
-count_parameters.fault(
-    "biases_forgotten",
-    'In style "gpt2" the linear layers have biases; they are missing.',
-    (" + biases", ""),
-)
-count_parameters.fault(
-    "positions_forgotten",
-    'In style "gpt2" the table of positions is learned; it is missing.',
-    (" + table", ""),
 )
 
 # forward_flops ------------------------------------------------------------------------
@@ -536,16 +436,6 @@ forward_flops.fault(
     "Keys and values are projected once for every query head here; there are only "
     "`n_kv_heads` of them.",
     ("c.n_heads + c.n_kv_heads", "2 * c.n_heads"),
-)
-forward_flops.fault(
-    "always_gated",
-    'Style "gpt2" has two matrices in its feed-forward network, not three.',
-    ('2 if c.style == "gpt2" else 3', "3"),
-)
-forward_flops.fault(
-    "head_forgotten",
-    "The head is missing: V·d multiplications a token.",
-    (" + c.vocab_size * c.d_model", ""),
 )
 forward_flops.fault(
     "tied_head_free",
