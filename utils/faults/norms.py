@@ -16,8 +16,6 @@ VARIANCE = "centred.square().mean(dim=-1, keepdim=True)"
 MEAN_SQUARE = "x32.square().mean(dim=-1, keepdim=True)"
 CENTRED = "x32 - x32.mean(dim=-1, keepdim=True)"
 LAYER_ROOT, ROOT = "* torch.rsqrt(variance + eps)", "* torch.rsqrt(mean_square + eps)"
-LAYER_NORM = f"(centred {LAYER_ROOT} * weight + bias).to(x.dtype)"
-RMS_NORM = f"(x32 {ROOT} * weight).to(x.dtype)"
 
 for name, dimension, sentence in (
     (
@@ -62,9 +60,9 @@ for name, dimension, sentence in (
         name, sentence, (MEAN_SQUARE, MEAN_SQUARE.replace("dim=-1", dimension))
     )
 
-for norm, root, mean, statistic, whole in (
-    (layer_norm, LAYER_ROOT, VARIANCE, "variance", LAYER_NORM),
-    (rms_norm, ROOT, MEAN_SQUARE, "mean square", RMS_NORM),
+for norm, root, mean, statistic in (
+    (layer_norm, LAYER_ROOT, VARIANCE, "variance"),
+    (rms_norm, ROOT, MEAN_SQUARE, "mean square"),
 ):
     norm.fault(
         "sum_for_mean",
@@ -78,12 +76,6 @@ for norm, root, mean, statistic, whole in (
         f"The two differ where the {statistic} is small, and without eps the slope of "
         "the root at 0 is infinite.",
         (root, root.replace("* torch.rsqrt(", "/ (").replace(" +", ".sqrt() +")),
-    )
-    norm.fault(
-        "eps_as_a_floor",
-        "eps is used as the least value that is allowed. It is added, so that the "
-        "function has no kink.",
-        (root, root.replace(" + eps", ".clamp(min=eps)")),
     )
     norm.fault(
         "eps_missing",
@@ -105,13 +97,6 @@ for norm, root, mean, statistic, whole in (
         "root_missing",
         f"It divides by the {statistic}; the root is missing.",
         (root, root.replace("* torch.rsqrt", "/ ")),
-    )
-    norm.fault(
-        "weight_before_the_norm",
-        "The weight multiplies x before the statistics are taken. It comes after the "
-        "division.",
-        ("x32 = x.float()", "x32 = x.float() * weight"),
-        (whole, whole.replace(" * weight", "")),
     )
     norm.fault(
         "statistics_in_half",
@@ -161,11 +146,6 @@ layer_norm.fault(
     (LAYER_ROOT, "/ (x32.std(dim=-1, keepdim=True) + eps)"),
 )
 layer_norm.fault(
-    "mean_not_subtracted",
-    "The mean goes into the variance but is not subtracted from x.",
-    (f"(centred {LAYER_ROOT}", f"(x32 {LAYER_ROOT}"),
-)
-layer_norm.fault(
     "rms_norm",
     "This divides by the root of the mean square without subtracting the mean. That "
     "is RMSNorm, the next exercise.",
@@ -181,11 +161,6 @@ layer_norm.fault("no_weight", "The weight is not used.", (" * weight", ""))
 layer_norm.fault("no_bias", "The bias is not added.", (" + bias", ""))
 layer_norm.fault(
     "no_weight_no_bias", "Weight and bias are not used.", (" * weight + bias", "")
-)
-layer_norm.fault(
-    "bias_before_weight",
-    "The bias is added before the weight multiplies, so it is multiplied too.",
-    (LAYER_NORM, f"((centred {LAYER_ROOT} + bias) * weight).to(x.dtype)"),
 )
 layer_norm.fault(
     "variance_by_difference",
@@ -355,21 +330,10 @@ pre_norm.fault(
     (PRE, "norm(x) + sublayer(norm(x))"),
 )
 pre_norm.fault(
-    "normed_stream_plain_branch",
-    "The two are exchanged: the norm belongs to what the sublayer gets, and the "
-    "stream is added as it was.",
-    (PRE, "norm(x) + sublayer(x)"),
-)
-pre_norm.fault(
     "norm_after_the_sublayer",
     "The norm is applied to the sublayer's result. It belongs to what the sublayer "
     "gets.",
     (PRE, "x + norm(sublayer(x))"),
-)
-pre_norm.fault(
-    "pre_and_post",
-    "The norm stands before the sublayer and after the addition too. One of them.",
-    (PRE, "norm(x + sublayer(norm(x)))"),
 )
 pre_norm.fault(
     "norm_added",
@@ -397,12 +361,6 @@ post_norm.fault(
     (POST, "norm(x) + sublayer(x)"),
 )
 post_norm.fault(
-    "pre_and_post",
-    "The norm stands before the sublayer as well. Post-norm has it after the addition "
-    "only.",
-    (POST, "norm(x + sublayer(norm(x)))"),
-)
-post_norm.fault(
     "normed_residual",
     "The stream is normalised first, and the sum is not. Post-norm normalises the sum.",
     (POST, "norm(x) + sublayer(norm(x))"),
@@ -413,101 +371,62 @@ post_norm.fault(
 ATTENTION = "self.w_o(merge_heads(attention(q, k, v, mask)))"
 FEED_FORWARD = "self.w_2(gate * self.w_3(x))"
 
-for name, part, old, new, sentence in (
+pre_norm_block.fault(
+    "mask_without_effect",
+    "Each position sees all the later ones: attention takes the mask and does not use "
+    "it, or the mask allows everything.",
+    ("v, mask)", "v)"),
+    edited="MultiHeadAttention",
+)
+pre_norm_block.fault(
+    "mask_read_the_other_way",
+    "Attention and mask disagree on what True means. For both it is: may look.",
+    ("v, mask)", "v, ~mask)"),
+    edited="MultiHeadAttention",
+)
+pre_norm_block.fault(
+    "mask_shows_one_too_many",
+    "The mask lets each query see one key too many, the one behind its own.",
+    ("diagonal=t_k - t_q", "diagonal=t_k - t_q + 1"),
+    edited="causal_mask",
+)
+pre_norm_block.fault(
+    "attention_adds_the_stream",
+    "Attention adds its input to its result, and `pre_norm` adds the stream again: "
+    "one of the two is meant to.",
+    (f"return {ATTENTION}", f"return x + {ATTENTION}"),
+    edited="MultiHeadAttention",
+)
+pre_norm_block.fault(
+    "feed_forward_adds_the_stream",
+    "The feed-forward network adds its input to its result, and `pre_norm` adds the "
+    "stream again: one of the two is meant to.",
+    (f"return {FEED_FORWARD}", f"return x + {FEED_FORWARD}"),
+    edited="SwiGLU",
+)
+pre_norm_block.fault(
+    "feed_forward_mixes_positions",
+    "The feed-forward network mixes positions. Only attention may, for only attention "
+    "has the mask.",
+    (f"return {FEED_FORWARD}", f"return {FEED_FORWARD} + x.mean(1, keepdim=True)"),
+    edited="SwiGLU",
+)
+pre_norm_block.fault(
+    "norm_over_time",
+    "The norm takes its statistics over the positions, so each output depends on "
+    "later tokens, and the mask is worth nothing. Per position, over the features.",
     (
-        "mask_without_effect",
-        "MultiHeadAttention",
-        "v, mask)",
-        "v)",
-        "Each position sees all the later ones: attention takes the mask and does not "
-        "use it, or the mask allows everything.",
-    ),
-    (
-        "mask_read_the_other_way",
-        "MultiHeadAttention",
-        "v, mask)",
-        "v, ~mask)",
-        "Attention and mask disagree on what True means. For both it is: may look.",
-    ),
-    (
-        "mask_shows_one_too_many",
-        "causal_mask",
-        "diagonal=t_k - t_q",
-        "diagonal=t_k - t_q + 1",
-        "The mask lets each query see one key too many, the one behind its own.",
-    ),
-    (
-        "attention_adds_the_stream",
-        "MultiHeadAttention",
-        f"return {ATTENTION}",
-        f"return x + {ATTENTION}",
-        "Attention adds its input to its result, and `pre_norm` adds the stream "
-        "again: one of the two is meant to.",
-    ),
-    (
-        "feed_forward_adds_the_stream",
-        "SwiGLU",
-        f"return {FEED_FORWARD}",
-        f"return x + {FEED_FORWARD}",
-        "The feed-forward network adds its input to its result, and `pre_norm` adds "
-        "the stream again: one of the two is meant to.",
-    ),
-    (
-        "feed_forward_mixes_positions",
-        "SwiGLU",
-        f"return {FEED_FORWARD}",
-        f"return {FEED_FORWARD} + x.mean(1, keepdim=True)",
-        "The feed-forward network mixes positions. Only attention may, for only "
-        "attention has the mask.",
-    ),
-    (
-        "norm_over_time",
-        "RMSNorm",
         "rms_norm(x, self.weight, self.eps)",
         "x / (x.square().mean(1, keepdim=True) + self.eps).sqrt() * self.weight",
-        "The norm takes its statistics over the positions, so each output depends on "
-        "later tokens, and the mask is worth nothing. Per position, over the features.",
     ),
-    (
-        "norm_adds_the_stream",
-        "RMSNorm",
-        "return ",
-        "return x + ",
-        "The norm adds its input to its result. The stream is added by `pre_norm`.",
-    ),
-    ("stream_without_residual", "pre_norm", PRE, "sublayer(norm(x))", NO_RESIDUAL),
-    (
-        "sublayer_dropped",
-        "pre_norm",
-        PRE,
-        "x + 0 * sublayer(norm(x)).detach()",
-        "What attention and feed-forward return is bound to a name that is never "
-        "used: the stream passes the block as it came. (With output matrices of zeros "
-        "this would look right.)",
-    ),
-    (
-        "stream_normalised",
-        "pre_norm",
-        PRE,
-        POST,
-        "The stream itself is normalised after each half, as in post-norm. Here it "
-        "only grows by what is added.",
-    ),
-    (
-        "norm_left_out",
-        "pre_norm",
-        PRE,
-        "x + sublayer(x)",
-        "Attention and feed-forward get the stream as it is; the norm before them is "
-        "missing.",
-    ),
-    (
-        "branch_detached",
-        "pre_norm",
-        PRE,
-        f"{PRE}.detach()",
-        "What is added to the stream is cut from the graph: neither attention nor "
-        "feed-forward would ever learn.",
-    ),
-):
-    pre_norm_block.fault(name, sentence, (old, new), edited=part)
+    edited="RMSNorm",
+)
+pre_norm_block.inherits(
+    pre_norm,
+    "no_residual",
+    "sublayer_dropped",
+    "post_norm",
+    "no_norm",
+    "double_residual",
+    "detached_branch",
+)
