@@ -177,6 +177,26 @@ def heads_in_the_batch(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, mask).view(b, h, t, -1)
 
 
+class Bare(nn.Module):
+    """Matrices in place of layers; adds what each head writes and never merges."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        module = MultiHeadAttention(*args, **kwargs)
+        self.n_heads, self.n_kv_heads = module.n_heads, module.n_kv_heads
+        for name in ("w_q", "w_k", "w_v", "w_o"):
+            setattr(self, name, getattr(module, name).weight)
+
+    def forward(self, x, mask=None, rotate=None):
+        q = split_heads(x @ self.w_q.T, self.n_heads)
+        k, v = (split_heads(x @ w.T, self.n_kv_heads) for w in (self.w_k, self.w_v))
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        columns = self.w_o.unflatten(1, (self.n_heads, -1))
+        return torch.einsum("bhtd,mhd->btm", out, columns)
+
+
 def small(module):
     for p in module.parameters():
         nn.init.normal_(p, std=0.02)
@@ -191,6 +211,7 @@ def small(module):
         multi_head(heads_in_the_batch),
         multi_head(F.scaled_dot_product_attention),
         multi_head(prepare=small),
+        Bare,
     ],
 )
 def test_multi_head_in_other_forms(answer):
@@ -231,6 +252,7 @@ def test_count_of_a_module_passes():
         ),
         ("repeat_kv", lambda x, n: x[:, :, None].expand(-1, -1, n, -1, -1), None),
         ("attention_parameters", lambda *s: attention_parameters(*s) / 1, None),
+        ("attention_parameters", lambda d, n, kv, h: 2 * d * h * (n - kv), None),
         ("attention_parameters", lambda *s: torch.tensor(counting(s)), None),
         ("attention_parameters", lambda *s: attention_parameters(*s) + s[3], None),
     ],
@@ -286,6 +308,10 @@ def frozen(module):
     module.w_k.requires_grad_(False)
 
 
+def without_values(module):
+    del module.w_v
+
+
 def biased(module):
     module.w_o = nn.Linear(module.w_o.in_features, module.w_o.out_features)
 
@@ -314,6 +340,7 @@ def collected(x):
         (multi_head(merge=collected), "merged_interleaved"),
         (multi_head(prepare=frozen), None),
         (multi_head(prepare=biased), None),
+        (multi_head(prepare=without_values), None),  # not that one layer serves two
         (multi_head(prepare=copied), None),
         (masked(lambda m, q: m | ~m.any(-1, keepdim=True)), None),
         (masked(lambda m, q: m.mT if m.shape[-2] > 1 else m), None),

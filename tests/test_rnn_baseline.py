@@ -326,6 +326,7 @@ def reach_unmarks_x(layer, x):
         ("lstm_cell", lstm(gate=F.hardsigmoid), None),
         ("lstm_cell", lambda x, h, c, *w: lstm_cell(x, h, c.clamp(-9, 9), *w), None),
         ("lstm_cell", lambda *inputs: torch.stack(lstm_cell(*inputs)), None),
+        ("lstm_cell", lambda x, h, c, *w: (lstm_cell(x, h, c, *w)[0], c), None),
         ("gradient_reach", lambda layer, x: gradient_reach(layer, x[:1]), None),
         ("gradient_reach", reach_by(torch.sum, lambda n: n.amax(0)), None),
         ("gradient_reach", reach_by(torch.sum, create_graph=True), None),

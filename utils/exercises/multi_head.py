@@ -229,6 +229,7 @@ def loaded(answer, case, weights, *args, **kwargs):
     module = case.call(answer, *args, **kwargs)
     is_module = isinstance(module, nn.Module) and callable(module)
     case.true(is_module, "Calling the class must give a module.")
+    case.note(tuple(type(getattr(module, n, None)).__name__ for n in NAMES))
     case.parameters(module, **{n: w.shape for n, w in zip(NAMES, weights, strict=True)})
     return case.load(module, **dict(zip(NAMES, weights, strict=True)))
 
@@ -475,7 +476,7 @@ def right_count(answer, case, d_model, n_heads, n_kv_heads, d_head):
     "narrower? `/` gives a float even where nothing remains.",
 )
 def _(answer, case):
-    right_count(answer, case, 576, 12, 3, 48)
+    right_count(answer, case, 576, 12, 2, 48)
     right_count(answer, case, 4096, 32, 8, 128)
     right_count(answer, case, 48, 6, 1, 8)
     right_count(answer, case, 512, 8, 8, 64)

@@ -174,8 +174,8 @@ MultiHeadAttention.fault(
 )
 MultiHeadAttention.fault(
     "given_d_head_refused",
-    "A d_model that is not divisible is refused although `d_head` is given. With "
-    "d_head given, d_model may be any number.",
+    "A d_model is refused although `d_head` is given. Then d_model may be any number, "
+    "whatever the heads are.",
     ("d_head is None and d_model % n_heads", "d_model % n_heads"),
 )
 MultiHeadAttention.fault(
@@ -341,7 +341,8 @@ MultiHeadAttention.fault(
 )
 MultiHeadAttention.fault(
     "kv_not_repeated",
-    "The shared heads are not repeated, so their number does not match the queries'.",
+    "Keys or values are not repeated, so the number of their heads does not match that "
+    "of the queries.",
     (SHARED, ""),
 )
 

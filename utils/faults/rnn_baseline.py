@@ -204,14 +204,14 @@ lstm_cell.fault(
 )
 lstm_cell.fault(
     "blocks_of_four",
-    "`split(4)` cuts blocks of four columns. Four blocks are asked for, of H columns "
-    "each: `chunk` takes their number.",
+    "More than four blocks come out: `split(4)`, for one, cuts blocks of four columns. "
+    "Four blocks are asked for, of H columns each: `chunk` takes their number.",
     ("chunk", "split"),
 )
 lstm_cell.fault(
     "cut_along_the_batch",
-    "The sums are cut along the first dimension, the batch. The four blocks stand side "
-    "by side in the last one: say so with `dim`.",
+    "The sums are cut along the first dimension, the batch, as unpacking a tensor does "
+    "too. The four blocks stand side by side in the last one: say so with `dim`.",
     (", dim=-1", ""),
 )
 lstm_cell.fault(
@@ -319,8 +319,9 @@ gradient_reach.fault(
 )
 gradient_reach.fault(
     "not_added_up",
-    "The last output has many numbers, and a gradient is taken of one. Add them up "
-    "first, over the batch and the features.",
+    "What is differentiated, the first argument of `torch.autograd.grad`, has many "
+    "numbers; it must be a single one. Add up the last output, over the batch and the "
+    "features.",
     (".sum()", ""),
 )
 gradient_reach.fault(
