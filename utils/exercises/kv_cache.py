@@ -646,9 +646,8 @@ def _(answer, case):
     chunks_agree(case, answer, LONG, (4, 1, 1, 1), 1300)
     chunks_agree(case, answer, LONG, (2, 3, 1, 4), 1400, batch=3)
     chunks_agree(case, answer, replace(LONG, n_kv_heads=6), (3, 4), 1410)
-    chunks_agree(
-        case, answer, replace(LONG, n_kv_heads=1, rope_base=50.0), (3, 4), 1420
-    )
+    other = replace(LONG, n_kv_heads=1, d_head=6, rope_base=50.0)
+    chunks_agree(case, answer, other, (3, 4), 1420)
 
 
 def windowed(ids, p, c, window):

@@ -203,6 +203,11 @@ chunk_mask.fault(
     (REAL, f"{REAL} * 0"),
 )
 chunk_mask.fault(
+    "past_or_real",
+    "A key is visible if it is past *or* no padding. It has to be both.",
+    ("mask.to(padding.device) & real", "mask.to(padding.device) | real"),
+)
+chunk_mask.fault(
     "queries_hidden",
     "The padding is hidden as queries, that is as rows of the mask. As keys, columns, "
     "everybody still sees it.",
@@ -388,6 +393,11 @@ cached_forward.fault(
     (APPEND, "k, v = cache.append(0, k, v)"),
 )
 cached_forward.fault(
+    "exchanged",
+    "Keys and values are exchanged on the way through the cache.",
+    (APPEND, "v, k = cache.append(layer, k, v)"),
+)
+cached_forward.fault(
     "stored_twice",
     "Each chunk is appended twice.",
     (APPEND, f"cache.append(layer, k, v)\n        {APPEND}"),
@@ -512,6 +522,17 @@ cached_forward.fault(
     "second_norm_forgotten",
     "The feed-forward network reads the stream without `norm_2`.",
     ("block.norm_2(x)", "x"),
+)
+cached_forward.fault(
+    "attention_not_added",
+    "What attention gives takes the place of the stream. It is added to it.",
+    ("x = x + part.w_o", "x = part.w_o"),
+)
+cached_forward.fault(
+    "feed_forward_not_added",
+    "What the feed-forward network gives takes the place of the stream. It is added "
+    "to it.",
+    ("x = x + block.feed_forward", "x = block.feed_forward"),
 )
 cached_forward.fault(
     "last_norm_forgotten",
