@@ -182,6 +182,11 @@ def reach_inputs_only(layer, x):
     return torch.linalg.vector_norm(leaf.grad, dim=2).mean(dim=0)
 
 
+def reach_func(layer, x):
+    g = torch.func.grad(lambda x: layer(x)[:, -1].sum())(x.detach())
+    return g.norm(dim=2).sum(0) / len(x)
+
+
 def reach_puts_gradients_back(layer, x):
     parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
     before = [None if p.grad is None else p.grad.clone() for p in parameters]
@@ -193,7 +198,7 @@ def reach_puts_gradients_back(layer, x):
 
 
 @pytest.mark.parametrize(
-    "answer", [reach_of_ones, reach_inputs_only, reach_puts_gradients_back]
+    "answer", [reach_of_ones, reach_inputs_only, reach_func, reach_puts_gradients_back]
 )
 def test_other_right_reaches(answer):
     passes(answer, "gradient_reach")
