@@ -614,11 +614,11 @@ def kept(*tokens, temperature=1.0):
 def _(answer, case):
     logits = probe(5, 7, scale=3.0)
     best = logits.argmax(-1)
-    case.equal(case.call(answer, logits, temperature=0), best, "the tokens")
-    case.equal(case.call(answer, logits, 0.0), best, "with 0.0, the tokens")
+    case.equal(case.call(answer, logits, temperature=0), best, "the result")
+    case.equal(case.call(answer, logits, 0.0), best, "with 0.0, the result")
     low = -50 - logits[:1]
     found = case.call(answer, low, temperature=0.0, top_k=2, top_p=0.9)
-    case.equal(found, low.argmax(-1), "the token")
+    case.equal(found, low.argmax(-1), "the result")
 
 
 @sample.requires(
@@ -667,7 +667,7 @@ def _(answer, case):
     two, odds = torch.tensor([0.0, math.log(3)]), torch.tensor([0.25, 0.75])
     follows(case, answer, two, odds, "two tokens", seed=21, top_p=1.0)
     alone = case.call(answer, torch.zeros(3, 1), top_p=1.0, top_k=1)
-    case.equal(alone, torch.tensor([0, 0, 0]), "of a vocabulary of one, the tokens")
+    case.equal(alone, torch.tensor([0, 0, 0]), "of a vocabulary of one, the result")
     tokens = drawn(case, answer, torch.zeros(300), seed=22, top_p=1.0)
     case.true(len(tokens.unique()) > 285, "Some of 300 equal tokens never come.")
 
@@ -699,8 +699,8 @@ def _(answer, case):
 def _(answer, case):
     first = torch.tensor([3, 6, 0, 2, 5])
     rows = 50 - 100.0 * ((torch.arange(7) * 3 - first[:, None] * 3) % 7)
-    case.equal(case.call(answer, rows), first, "the tokens")
-    case.equal(case.call(answer, rows[1:2]), first[1:2], "of one row, the tokens")
+    case.equal(case.call(answer, rows), first, "the result")
+    case.equal(case.call(answer, rows[1:2]), first[1:2], "of one row, the result")
     tokens = drawn(case, answer, torch.zeros(50), seed=3)
     case.true(len(tokens.unique()) == 50, "All rows got the same few tokens.")
     sure = torch.tensor([0.02, 0.02, 0.9, 0.02, 0.02, 0.02]).log()
@@ -752,10 +752,10 @@ def _(answer, case):
     huge, best = torch.tensor([[1e4, -1e4, 3.0], [-1e4, 3.0, 1e4]]), [0, 2]
     for settings in ({}, dict(temperature=1e-3), dict(top_p=0.9), dict(top_k=2)):
         tokens = case.call(answer, huge, **settings)
-        case.equal(tokens, torch.tensor(best), f"with {settings}, the tokens")
+        case.equal(tokens, torch.tensor(best), f"with {settings}, the result")
     for kind in (torch.float16, torch.bfloat16):
         tokens = case.call(answer, huge.to(kind), temperature=1e-3)
-        what = f"in {kind} at temperature 0.001, the tokens"
+        what = f"in {kind} at temperature 0.001, the result"
         case.equal(tokens, torch.tensor(best), what)
     hidden = ODDS.clone()
     hidden[3] = -torch.inf
@@ -769,7 +769,7 @@ def _(answer, case):
         follows(case, answer, logits, expected, f"in {kind}", seed=52)
     columns = probe(7, 5, seed=53).T
     tokens = case.call(answer, columns, top_k=1)
-    case.equal(tokens, columns.argmax(-1), "of columns, the tokens")
+    case.equal(tokens, columns.argmax(-1), "of columns, the result")
 
 
 @sample.requires(
@@ -967,11 +967,10 @@ def growth(case, truth, answer, c, **more):
         if found == expected:
             right.append(f"`{name}`")
         else:
-            wrong.append(f"`{name}` adds {found:,}, expected {expected:,}")
-    text = "; ".join(wrong) or "nothing wrong: what is missing depends on none of them"
-    return (
-        f"Doubling a size adds what it should for {', '.join(right) or 'none'}; {text}."
-    )
+            adds = f"`{name}` adds {found:,}, expected {expected:,}"
+            wrong.insert(0 if found == 0 else len(wrong), adds)
+    text = f"Doubling a size adds what it should for {', '.join(right) or 'none'}"
+    return f"{text}; {'; '.join(wrong[:3])}." if wrong else f"{text}."
 
 
 def true_count(c):

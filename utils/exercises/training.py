@@ -396,14 +396,14 @@ def strided_update(build, steps):
     return values([p])
 
 
-def follows(case, answer, *args, scenario=updated, tolerance=None, **settings):
+def follows(case, answer, scenario=updated, tolerance=None, **settings):
     """The answer gives in this scenario what torch's own AdamW gives."""
 
-    def take_steps(*args, **settings):
-        return scenario(answer, *args, **settings)
+    def take_steps(**settings):
+        return scenario(answer, **settings)
 
-    found = case.call_in_place(take_steps, *args, **settings)
-    truth = scenario(torch_adamw, *args, **settings)
+    found = case.call_in_place(take_steps, **settings)
+    truth = scenario(torch_adamw, **settings)
     change = "the change of " if scenario is updated else ""
     for i, (actual, expected) in enumerate(zip(found, truth, strict=True)):
         allowed = tolerance or TOLERANCES[expected.dtype]
@@ -417,8 +417,10 @@ def follows(case, answer, *args, scenario=updated, tolerance=None, **settings):
     "square its square.",
 )
 def _(answer, case):
-    follows(case, answer, 1, **PLAIN)
-    follows(case, answer, 1, seed=20, **PLAIN | {"lr": 0.02, "betas": (0.9, 0.999)})
+    follows(case, answer, steps=1, **PLAIN)
+    follows(
+        case, answer, steps=1, seed=20, **PLAIN | {"lr": 0.02, "betas": (0.9, 0.999)}
+    )
 
 
 @AdamW.requires(
@@ -427,10 +429,10 @@ def _(answer, case):
     "weights that the gradients have in them after n steps?",
 )
 def _(answer, case):
-    follows(case, answer, 2, **PLAIN)
-    follows(case, answer, 7, seed=30, **PLAIN)
-    follows(case, answer, 5, seed=40, **PLAIN | {"betas": (0.95, 0.6)})
-    follows(case, answer, 3, seed=50, **PLAIN | {"betas": (0.0, 0.9)})
+    follows(case, answer, steps=2, **PLAIN)
+    follows(case, answer, steps=7, seed=30, **PLAIN)
+    follows(case, answer, steps=5, seed=40, **PLAIN | {"betas": (0.95, 0.6)})
+    follows(case, answer, steps=3, seed=50, **PLAIN | {"betas": (0.0, 0.9)})
 
 
 @AdamW.requires(
@@ -438,9 +440,9 @@ def _(answer, case):
     "Outside of the root, after the correction. With a large eps the order shows.",
 )
 def _(answer, case):
-    follows(case, answer, 1, **PLAIN | {"eps": 0.3})
-    follows(case, answer, 6, seed=60, **PLAIN | {"eps": 0.3})
-    follows(case, answer, 4, seed=70, scale=1e-6, **PLAIN | {"eps": 1e-5})
+    follows(case, answer, steps=1, **PLAIN | {"eps": 0.3})
+    follows(case, answer, steps=6, seed=60, **PLAIN | {"eps": 0.3})
+    follows(case, answer, steps=4, seed=70, scale=1e-6, **PLAIN | {"eps": 1e-5})
 
 
 @AdamW.requires(
@@ -448,9 +450,9 @@ def _(answer, case):
     "Decoupled: the decay does not enter the two means.",
 )
 def _(answer, case):
-    follows(case, answer, 1, **DECAYS)
-    follows(case, answer, 6, seed=80, **PLAIN | {"lr": 0.3, "weight_decay": 0.7})
-    follows(case, answer, 4, seed=90, scale=0.0, **DECAYS)
+    follows(case, answer, steps=1, **DECAYS)
+    follows(case, answer, steps=6, seed=80, **PLAIN | {"lr": 0.3, "weight_decay": 0.7})
+    follows(case, answer, steps=4, seed=90, scale=0.0, **DECAYS)
 
 
 @AdamW.requires(
@@ -459,7 +461,7 @@ def _(answer, case):
 )
 def _(answer, case):
     for scale in (1.0, 1e-6):  # beside gradients of 1e-6 the default eps shows
-        follows(case, answer, 3, seed=95, scale=scale, tolerance=2e-6)
+        follows(case, answer, steps=3, seed=95, scale=scale, tolerance=2e-6)
 
 
 @AdamW.requires(
@@ -468,7 +470,7 @@ def _(answer, case):
     "between two steps.",
 )
 def _(answer, case):
-    follows(case, answer, 3, scenario=by_groups)
+    follows(case, answer, steps=3, scenario=by_groups)
 
 
 @AdamW.requires(
@@ -478,7 +480,7 @@ def _(answer, case):
 )
 def _(answer, case):
     for without in ([(1,), (1,), (), (0,), ()], [(1,)]):
-        follows(case, answer, without, scenario=with_some_missing)
+        follows(case, answer, without=without, scenario=with_some_missing)
 
 
 @AdamW.requires(
@@ -519,7 +521,7 @@ def same_tensors(one, other):
     "and goes on from a file; what is kept elsewhere is lost.",
 )
 def _(answer, case):
-    follows(case, answer, 3, scenario=stopped_and_resumed)
+    follows(case, answer, steps=3, scenario=stopped_and_resumed)
 
 
 @AdamW.requires(
@@ -528,9 +530,9 @@ def _(answer, case):
     "`torch.zeros(p.shape)` has its own.",
 )
 def _(answer, case):
-    follows(case, answer, 4, seed=110, kind=torch.float64, **DECAYS)
-    follows(case, answer, 3, seed=120, kind=torch.bfloat16, **PLAIN)
-    follows(case, answer, 2, scenario=strided_update)
+    follows(case, answer, steps=4, seed=110, kind=torch.float64, **DECAYS)
+    follows(case, answer, steps=3, seed=120, kind=torch.bfloat16, **PLAIN)
+    follows(case, answer, steps=2, scenario=strided_update)
 
     def take_a_step(p, gradient):
         p = nn.Parameter(p)
