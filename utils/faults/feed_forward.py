@@ -125,12 +125,6 @@ gelu.fault(
     (ERF, "torch.erf(x)"),
 )
 gelu.fault(
-    "root_of_three_decimals",
-    "The root of 2 is written as 1.414. float32 has seven digits, and a constant "
-    "should have them too: `math.sqrt(2)`.",
-    ("math.sqrt(2)", "1.414"),
-)
-gelu.fault(
     "python_function",
     "`math.erf` works on single numbers. `torch` has a function of the same name that "
     "takes every number of a tensor.",
@@ -317,12 +311,6 @@ swiglu_width.fault(
     (MULTIPLES, "-(-8 * d_model // (3 * 32))"),
     (TIMES, "n_multiples * 32"),
 )
-swiglu_width.fault(
-    "factor_2_67",
-    "The factor is 2.67, a little more than 8/3. An exact multiple is pushed to the "
-    "next one.",
-    (MULTIPLES, "math.ceil(2.67 * d_model / multiple_of)"),
-)
 
 D_KV = "n_kv_heads * (d_model // n_heads)"
 ATTENTION = "2 * d_model * d_model + 2 * d_model * d_kv"
@@ -411,14 +399,6 @@ two_layer_stack.fault(
     edited="gelu",
 )
 two_layer_stack.fault(
-    "gate_and_up_exchanged",
-    "SwiGLU takes `w_3` for its gate: with the same weights by name, the second block "
-    "computes something else.",
-    (GATE, "silu(self.w_3(x))"),
-    (PRODUCT, "gate * self.w_1(x)"),
-    edited="SwiGLU",
-)
-two_layer_stack.fault(
     "mask_reversed",
     "Attention takes the mask's True for “hidden”, while `causal_mask` means “may "
     "look”.",
@@ -431,25 +411,7 @@ two_layer_stack.fault(
     (CALL, "attention(q, k, v)"),
     edited="MultiHeadAttention",
 )
-two_layer_stack.fault(
-    "time_first",
-    "Attention takes the first dimension for time. Here the batch comes first, and the "
-    "feed-forward network cannot notice, because it treats every vector alone.",
-    ("q = split_heads", "x = x.transpose(0, 1)\n        q = split_heads"),
-    (
-        f"self.w_o(merge_heads({CALL}))",
-        f"self.w_o(merge_heads({CALL})).transpose(0, 1)",
-    ),
-    edited="MultiHeadAttention",
-)
 
-parameters_of_a_block.fault(
-    "kv_heads_not_counted",
-    "The count takes keys and values for as wide as the queries; the module makes them "
-    "narrower.",
-    (D_KV, "d_model"),
-    edited="block_parameters",
-)
 parameters_of_a_block.fault(
     "gate_not_counted",
     "The count has two matrices for a network with a gate; the module has three.",

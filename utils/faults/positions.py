@@ -88,12 +88,6 @@ LearnedPositions.fault(
     ),
 )
 LearnedPositions.fault(
-    "squeezed",
-    "Dimensions of size 1 are dropped: for one position, or a batch of one, the result "
-    "has too few dimensions. In generation there is one position at a time.",
-    (LOOK_UP, "return self.table(positions.squeeze())"),
-)
-LearnedPositions.fault(
     "padding_row",
     "Row 0 is declared as padding, and never gets a gradient. Position 0 is a position "
     "like any other.",
@@ -152,7 +146,8 @@ rope.fault(
 )
 rope.fault(
     "new_dimension_in_front",
-    "The two numbers of a pair are stacked in front, so that they do not meet in a row.",
+    "The two numbers of a pair are stacked in front, so that they do not meet in a "
+    "row.",
     (TURNED, TURNED.replace("dim=-1", "dim=0")),
 )
 rope.fault(
@@ -192,12 +187,6 @@ rope.fault(
     "turned. Both need the pair as it was.",
     (PAIRS, f"{PAIRS}\n    even = even * cos - odd * sin"),
     ("(even * cos - odd * sin, ", "(even, "),
-)
-rope.fault(
-    "added",
-    "The sines and cosines are added to x, as in the sinusoidal table. Here each pair "
-    "is turned by its angle.",
-    (TURNED, "torch.stack((even + sin, odd + cos), dim=-1)"),
 )
 rope.fault(
     "divided_by_the_frequency",
@@ -412,12 +401,6 @@ ntk_base.fault(
     "exponent_two_over",
     "The exponent is 2/(d_head − 2). That is what is missing on top of one factor.",
     (EXPONENT, "(2 / (d_head - 2))"),
-)
-ntk_base.fault(
-    "divided",
-    "The base becomes smaller, and every pair turns faster. A longer text needs slower "
-    "turns, so a larger base.",
-    (f"base * {FACTOR}", f"base / {FACTOR}"),
 )
 
 # Parts together -----------------------------------------------------------------------
