@@ -53,8 +53,8 @@ def device():
     if torch.cuda.get_device_capability() < (8, 0):
         has = ".".join(map(str, torch.cuda.get_device_capability()))
         raise Skipped(
-            f"This GPU has compute capability {has} and the kernel needs 8.0: leave the "
-            "exercise out, or set TRITON_INTERPRET=1 and restart the kernel."
+            f"This GPU has compute capability {has} and the kernel needs 8.0: leave "
+            "the exercise out, or set TRITON_INTERPRET=1 and restart the kernel."
         )
     return "cuda"
 
@@ -86,8 +86,8 @@ class OutsideTensor(IndexError):
     def __init__(self, parameter, x, does, number):
         n_numbers = x.untyped_storage().nbytes() // x.element_size()
         super().__init__(
-            f"`{parameter}`, a tensor of shape {tuple(x.shape)}, has {n_numbers} numbers "
-            f"from 0 on, and this {does} number {number}"
+            f"`{parameter}`, a tensor of shape {tuple(x.shape)}, has {n_numbers} "
+            f"numbers from 0 on, and this {does} number {number}"
         )
         self.where = does, tuple(x.shape), int(number)
 

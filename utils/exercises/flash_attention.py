@@ -12,7 +12,7 @@ from utils.check.errors import Crashed, Explained
 from utils.check.exercise import Exercise, IntegrationCheck
 from utils.check.triton_compiler import launches, why_not_compiled
 from utils.check.triton_interpreter import OutsideTensor, device, plainly, strict
-from utils.check.wording import dtype
+from utils.check.wording import counted, dtype
 from utils.cost import Cost, peak_bytes, saved_bytes
 from utils.probe import probe, strided
 
@@ -282,22 +282,16 @@ def _(answer, case):
 
 
 @flash_attention.requires(
-    "several blocks of queries, too",
-    "Each block of queries starts afresh, and its results go to its own rows.",
+    "several blocks of queries, and lengths that the blocks do not divide",
+    "Each block of queries starts afresh, and its results go to its own rows. The last "
+    "block is shorter: if you fill it up, what is the weight of a key that does not "
+    "exist?",
 )
 def _(answer, case):
     q, k, v = heads(t_q=12, t_k=8, d_head=7, d_v=3, seed=20)
     output_and_lse(case, answer, q, k, v, block_q=4, block_k=8)
     output_and_lse(case, answer, q, k, v, block_q=3, block_k=4)
     output_and_lse(case, answer, q, k, v, block_q=1, block_k=2)
-
-
-@flash_attention.requires(
-    "lengths that the blocks do not divide",
-    "The last block is shorter. If you fill it up, what is the weight of a key that "
-    "does not exist?",
-)
-def _(answer, case):
     q, k, v = heads(t_q=11, t_k=13, d_head=7, d_v=3, seed=30)
     output_and_lse(case, answer, q, k, v, block_q=4, block_k=5)
     output_and_lse(case, answer, q, k, v, block_q=5, block_k=4)
@@ -316,9 +310,9 @@ def _(answer, case):
 
 
 @flash_attention.requires(
-    "causal: no query looks past its own position",
+    "causal: no query looks past its own position; fewer queries than keys are the last",
     "Write down for one block which positions its queries have and which its keys: "
-    "both start where the block starts, not at 0.",
+    "both start where the block starts, and query i stands at i + T_k − T_q.",
 )
 def _(answer, case):
     q, k, v = heads(2, 3, t_q=9, t_k=9, d_head=4, d_v=6, seed=50)
@@ -326,13 +320,6 @@ def _(answer, case):
     output_and_lse(case, answer, q, k, v, True, block_q=3, block_k=3)
     output_and_lse(case, answer, q, k, v, causal=True, block_q=4, block_k=2)
     output_and_lse(case, answer, q, k, v, True, block_q=2, block_k=5)
-
-
-@flash_attention.requires(
-    "causal with fewer queries than keys: the queries are the last positions",
-    "The position of query i is i + T_k − T_q.",
-)
-def _(answer, case):
     q, k, v = heads(2, 3, t_q=5, t_k=11, d_head=4, d_v=6, seed=60)
     output_and_lse(case, answer, q, k, v, True, block_q=2, block_k=3)
     output_and_lse(case, answer, q, k, v, True, block_q=5, block_k=4)
@@ -397,7 +384,7 @@ def _(answer, case):
 
 @flash_attention.requires(
     "half precision is computed in float32; the output has the dtype of q, the "
-    "log-sum-exp is float32",
+    "log-sum-exp is float32; float64, and memory that is not contiguous, work too",
     "Convert a block when it is fetched, and the output when it is finished.",
 )
 def _(answer, case):
@@ -415,10 +402,6 @@ def _(answer, case):
     k = torch.cat([k[:1] * 0, k[1:] * 0 - 3.5])
     v = torch.cat([v[:1] * 0, v[1:] * 0 + 60_000])
     output_and_lse(case, answer, q * 0 + 1.767767, k, v, block_q=2, block_k=100)
-
-
-@flash_attention.requires("float64, and memory that is not contiguous, work too")
-def _(answer, case):
     q, k, v = heads(2, 3, t_q=5, t_k=7, d_head=4, d_v=6, seed=100, dtype=torch.float64)
     found = case.call(answer, q, k, v, True, 2, 3)
     compared(case, found, q, k, v, True, tolerance=1e-9)
@@ -551,19 +534,9 @@ def _(answer, case):
 
 
 @FlashAttention.requires(
-    "the gradient of q is right, in one block",
-    "Through the softmax: dS = P ∘ (dP − D), where D is one number for each query, the "
-    "sum of dO ∘ O. Then through the scaled product.",
-)
-def _(answer, case):
-    all_gradients(case, answer, *heads(2, t_q=5, t_k=5, d_head=7, seed=20), of="q")
-    q, k, v = heads(2, 3, t_q=4, t_k=5, d_head=7, d_v=3, seed=25)
-    all_gradients(case, answer, q, k, v, of="q")
-
-
-@FlashAttention.requires(
     "all three gradients are right, in one block",
-    "The scale stands between scores and q·k for the keys as well.",
+    "Through the softmax: dS = P ∘ (dP − D), where D is one number for each query, the "
+    "sum of dO ∘ O. The scale stands between scores and q·k, for queries and keys.",
 )
 def _(answer, case):
     all_gradients(case, answer, *heads(2, t_q=4, t_k=5, d_head=7, d_v=3, seed=30))
@@ -629,7 +602,8 @@ def _(answer, case):
 
 
 @FlashAttention.requires(
-    "between forward and backward it keeps q, k, v, output and log-sum-exp alone",
+    "between forward and backward it keeps q, k, v, output and log-sum-exp alone, which "
+    "are freed with the output",
     "Weights that are kept, on `ctx` or in `save_for_backward`, are the whole matrix "
     "again. Copies of q, k and v, and sums, can be made in backward.",
 )
@@ -654,13 +628,6 @@ def _(answer, case):
             f"matrix of weights in float32 {4 * 256 * 256:,}.",
         )
 
-
-@FlashAttention.requires(
-    "what it keeps is freed with the output",
-    "A tensor that is set on `ctx` is freed by Python's garbage collector, some day. "
-    "What goes through `save_for_backward` is freed at once.",
-)
-def _(answer, case):
     leaves = [x.requires_grad_() for x in heads(t_q=6, t_k=6, d_head=4, seed=63)]
     case.call(answer.apply, *leaves)
     collecting = gc.isenabled()
@@ -673,7 +640,12 @@ def _(answer, case):
     finally:
         if collecting:
             gc.enable()
-    case.true(not kept, "After `del output` the output is still in memory.")
+    case.true(
+        not kept,
+        "After `del output` the output is still in memory. A tensor that is set on `ctx` "
+        "is freed by Python's garbage collector, some day; what goes through "
+        "`save_for_backward` is freed at once.",
+    )
 
 
 @FlashAttention.requires(
@@ -723,7 +695,7 @@ def _(answer, case):
     for half in (torch.float16, torch.bfloat16):
         q, k, v = heads(2, t_q=40, t_k=60, d_head=8, d_v=3, seed=90, dtype=half)
         all_gradients(case, answer, q, k, v, True, 8, 12)
-    q, k, v = heads(t_q=300, t_k=6, d_head=4, seed=95, dtype=torch.bfloat16)
+    q, k, v = heads(t_q=600, t_k=6, d_head=4, seed=95, dtype=torch.bfloat16)
     all_gradients(case, answer, q * 0, k, v, False, 1, 6, of="v", same_sign=True)
 
 
@@ -760,7 +732,7 @@ def _(answer, case):
 # Traffic ------------------------------------------------------------------------------
 
 
-def counted(t, d_head, block=None, causal=False, bytes_per_number=2):
+def moved_bytes(t, d_head, block=None, causal=False, bytes_per_number=2):
     """The forward pass row by row, each access counted."""
     moved = 0
     if block is None:
@@ -777,14 +749,29 @@ def counted(t, d_head, block=None, causal=False, bytes_per_number=2):
     return moved
 
 
-def count(case, answer, *args, **kwargs):
-    found = case.call(answer, *args, **kwargs)
+def count(case, answer, t, d_head, block=None, causal=False, bytes_per_number=2):
+    """Compare; where whole matrices are missing or too many, the message says so."""
+    given = t, d_head, block, causal, bytes_per_number
+    found, expected = case.call(answer, *given), moved_bytes(*given)
     if type(found) is not int:
         raise Explained(
             f"The result is of type {type(found).__name__}, expected an int: a number of "
             "bytes is whole."
         )
-    case.equal(found, counted(*args, **kwargs), "the number of bytes")
+    off = abs(found - expected)
+    for size, name in (
+        (t * t * bytes_per_number, "T × T"),
+        (t * d_head * bytes_per_number, "T × d_head"),
+    ):
+        n_matrices, rest = divmod(off, size)
+        if rest == 0 and 1 <= n_matrices <= 6:
+            side = "many" if found > expected else "few"
+            what = counted(n_matrices, f"{name} matrix", f"{name} matrices")
+            raise Explained(
+                f"The number of bytes is {found:,}, expected {expected:,}: {what} too "
+                f"{side}."
+            )
+    case.equal(found, expected, "the number of bytes")
 
 
 @hbm_bytes.requires(
@@ -832,20 +819,14 @@ def _(answer, case):
 
 
 @hbm_bytes.requires(
-    "numbers of other sizes; the log-sum-exp is float32 always",
-    "The log-sum-exp is not one of the numbers whose size is given.",
+    "numbers of other sizes; the log-sum-exp is float32 always; large counts are exact",
+    "The log-sum-exp is not one of the numbers whose size is given. A float has 53 bits; "
+    "`//` divides integers without one.",
 )
 def _(answer, case):
     count(case, answer, 13, 5, 4, False, 4)
     count(case, answer, 13, 5, 4, True, bytes_per_number=1)
     count(case, answer, 10, 3, bytes_per_number=8)
-
-
-@hbm_bytes.requires(
-    "large counts are exact",
-    "A float has 53 bits. `//` divides integers without one.",
-)
-def _(answer, case):
     count(case, answer, 300_000_001, 3)
     count(case, answer, 13, 10**15 + 7, 4, True)
 
@@ -921,11 +902,10 @@ def _(answer, case):
     "has the score 0. Stores need a mask too.",
 )
 def _(answer, case):
-    q, k, v = heads(1, 1, t_q=19, t_k=33, d_head=32, seed=20)
+    q, k, v = heads(1, 1, t_q=19, t_k=33, d_head=16, seed=20)
     from_kernel(case, answer, q, k, v, False, 16, 32)
     from_kernel(case, answer, q, k, v, False, 32, 16)
-    from_kernel(case, answer, q, k, v)
-    from_kernel(case, answer, *heads(1, 1, t_q=1, t_k=5, d_head=64, seed=25))
+    from_kernel(case, answer, *heads(1, 1, t_q=1, t_k=5, d_head=32, seed=25))
 
 
 @flash_kernel.requires(
@@ -950,7 +930,8 @@ def _(answer, case):
     from_kernel(case, answer, q, k, v, False, 16, 16)
     q, k, v = heads(1, 1, t_q=11, t_k=13, d_head=16, seed=45)
     from_kernel(case, answer, strided(q), k, strided(v), False, 16, 32)
-    from_kernel(case, answer, q, strided(k), v, False, 16, 32)
+    turned = q.mT.contiguous().mT  # the columns lie farther apart than the rows
+    from_kernel(case, answer, turned, strided(k), v, False, 16, 32)
 
 
 @flash_kernel.requires(

@@ -18,8 +18,8 @@ BOTH = "return maximum, total"
 
 online_softmax.fault(
     "hidden_first_block",
-    "The first block of a row is −inf throughout. Then the largest score so far is −inf "
-    "too, exp(−inf − (−inf)) is NaN, and a NaN never leaves a sum again.",
+    "Where a row's first block is −inf throughout, the largest score so far is −inf too: "
+    "exp(−inf − (−inf)) is NaN, and a NaN never leaves a sum again.",
     ("new.masked_fill(new == -torch.inf, 0)", "new"),
 )
 online_softmax.fault(
@@ -30,14 +30,12 @@ online_softmax.fault(
 )
 online_softmax.fault(
     "starts_at_a_finite_number",
-    "The largest score starts at a very negative number, which then stands for a row "
-    "that is −inf throughout. Only −inf is below everything.",
+    "The largest score starts at a finite number. Only −inf is below everything.",
     ("total - torch.inf", "total - 1e9"),
 )
 online_softmax.fault(
     "not_rescaled",
-    "The sum so far is not corrected when a larger score comes: its terms are relative "
-    "to the old maximum, the new ones to the new.",
+    "The sum so far is not corrected when a larger score comes.",
     (OLD_SUM, "total"),
 )
 online_softmax.fault(
@@ -63,8 +61,7 @@ online_softmax.fault(
 )
 online_softmax.fault(
     "maximum_not_updated",
-    "The maximum stays what it was at the start: replace it by the new one at the end of "
-    "each turn.",
+    "The maximum stays what it was at the start: replace it at the end of each turn.",
     ("        maximum = new\n", ""),
 )
 online_softmax.fault(
@@ -74,13 +71,12 @@ online_softmax.fault(
 )
 online_softmax.fault(
     "softmax_of_each_block",
-    "Each block goes through a softmax of its own, so that its terms add up to 1, "
-    "whatever the other blocks hold. Take exp(score − maximum).",
+    "Each block goes through a softmax of its own. Take exp(score − maximum).",
     (NEW_TERMS, "torch.softmax(block, dim=-1)"),
 )
 online_softmax.fault(
     "one_sum_for_all_rows",
-    "The terms of all rows are added up together. The sum runs over the last dimension.",
+    "The terms of all rows are added up together, not along the last dimension alone.",
     (".sum(dim=-1)", ".sum()"),
 )
 online_softmax.fault(
@@ -107,15 +103,13 @@ online_softmax.fault(
 )
 online_softmax.fault(
     "not_shifted",
-    "The total sums exp(score), not exp(score − maximum). At a score of 89 float32 "
-    "overflows.",
+    "The total sums exp(score), which overflows at 89, not exp(score − maximum).",
     (OLD_SUM, "total"),
     (NEW_TERMS, "torch.exp(block)"),
 )
 online_softmax.fault(
     "logarithm_returned",
-    "The second result is the log-sum-exp. Return the sum itself, relative to the "
-    "maximum.",
+    "The second result is the log-sum-exp. Return the sum relative to the maximum.",
     (BOTH, "return maximum, maximum + total.log()"),
 )
 online_softmax.fault(
@@ -186,8 +180,7 @@ flash_attention.fault(
 )
 flash_attention.fault(
     "hidden_scores_are_minus_1000",
-    "Hidden scores get a large negative number. Allowed scores can be lower, and "
-    "then the hidden key wins; only −inf is below everything.",
+    "Hidden scores get a negative number, and allowed ones can be lower. Not than −inf.",
     ("masked_fill(~seen, -torch.inf)", "masked_fill(~seen, -1000.0)"),
     EVERY_BLOCK,
 )
@@ -199,7 +192,7 @@ flash_attention.fault(
 )
 flash_attention.fault(
     "mask_inverted",
-    "The mask hides what may be seen, and shows the rest: it is used the other way round.",
+    "The mask is used the other way round: it hides what may be seen.",
     ("~seen", "seen"),
     ALL_KEYS,
     *SEPARATE,
@@ -221,22 +214,19 @@ flash_attention.fault(
 )
 flash_attention.fault(
     "key_blocks_all_at_the_start",
-    "Every block of keys is treated as the first one: the mask lacks where the block "
-    "starts.",
+    "Every block of keys is masked as the first one: add where the block starts.",
     (SEEN, "tril(t_k - t_q + top)"),
     EVERY_BLOCK,
 )
 flash_attention.fault(
     "positions_within_the_block",
-    "The mask compares places within the block. Both blocks start somewhere: add "
-    "where they start to get positions.",
+    "The mask compares places within the blocks: add where both blocks start.",
     (SEEN, "tril(t_k - t_q)"),
     EVERY_BLOCK,
 )
 flash_attention.fault(
     "own_position_hidden",
-    "No query sees its own position. The comparison of key and query position "
-    "includes equality.",
+    "No query sees its own position: the comparison includes equality.",
     (SEEN, f"tril({POSITION} - 1)"),
     EVERY_BLOCK,
 )
@@ -255,8 +245,7 @@ flash_attention.fault(
 )
 flash_attention.fault(
     "loop_ends_too_early",
-    "The loop over the keys ends with the block's first query. The others of the "
-    "block see more.",
+    "The loop over the keys ends with the block's first query. The others see more.",
     (END, "t_k - t_q + top + 1 if causal"),
     *SEPARATE,
 )
@@ -326,14 +315,12 @@ flash_attention.fault(
 )
 flash_attention.fault(
     "sum_not_rescaled",
-    "The output is corrected when a larger score comes, the sum is not. Both are "
-    "relative to the maximum.",
+    "The output is corrected when a larger score comes, the sum is not.",
     ("total * shrink", "total"),
 )
 flash_attention.fault(
     "output_not_rescaled",
-    "The sum is corrected when a larger score comes, the output is not. Both are "
-    "relative to the maximum.",
+    "The sum is corrected when a larger score comes, the output is not.",
     (ADD_OUTPUT, "output = output + "),
 )
 flash_attention.fault(
@@ -442,8 +429,7 @@ FlashAttention.fault(
 )
 FlashAttention.fault(
     "causal_top_left",
-    "The mask of the backward pass is aligned top-left: with fewer queries than "
-    "keys, query i stands at i + T_k − T_q.",
+    "The mask of the backward pass is aligned top-left; query i is at i + T_k − T_q.",
     (MASKED, "ctx.causal"),
     ("tril(end - n - left)", "tril(top - left)"),
 )
@@ -455,8 +441,7 @@ FlashAttention.fault(
 )
 FlashAttention.fault(
     "positions_within_the_block",
-    "The mask of the backward pass compares places within the block. Add where the "
-    "blocks start.",
+    "The mask of the backward pass compares places within the blocks.",
     (MASKED, "ctx.causal"),
     ("tril(end - n - left)", "tril(t_k - t_q)"),
 )
@@ -508,32 +493,27 @@ FlashAttention.fault(
 )
 FlashAttention.fault(
     "row_sums_outside",
-    "D is subtracted after the product with the weights: dS = P ∘ (dP − D), not "
-    "P ∘ dP − D.",
+    "D is subtracted after the product with P: dS = P ∘ (dP − D), not P ∘ dP − D.",
     (THROUGH_SOFTMAX, "weights * d_weights - row_sums[..., rows, None]"),
 )
 FlashAttention.fault(
     "key_gradient_without_scale",
-    "The keys' gradient lacks the division by the root of d_head: the scores are "
-    "q·k divided by it, so it stands in both gradients.",
+    "The keys' gradient lacks the division by the root of d_head.",
     (TO_K, TO_K.removesuffix(" * scale")),
 )
 FlashAttention.fault(
     "key_gradient_scaled_twice",
-    "The keys' gradient has the scale twice: the queries that it is multiplied with "
-    "are scaled already.",
+    "The keys' gradient has the scale twice: are the queries scaled already?",
     (TO_K, f"{TO_K} * scale"),
 )
 FlashAttention.fault(
     "query_gradient_without_scale",
-    "The queries' gradient lacks the division by the root of d_head: the scores are "
-    "q·k divided by it, so it stands in both gradients.",
+    "The queries' gradient lacks the division by the root of d_head.",
     (TO_Q, TO_Q.removesuffix(" * scale")),
 )
 FlashAttention.fault(
     "no_scaling",
-    "The scores of the backward pass are not divided by the root of d_head, so that "
-    "they do not belong to the log-sum-exp.",
+    "The scores of the backward pass are not divided by the root of d_head.",
     ("k_block.mT * scale", "k_block.mT"),
 )
 
@@ -547,8 +527,7 @@ OUTPUT = "output = t * t + 2 * t * d_head"
 
 hbm_bytes.fault(
     "lse_in_half_precision",
-    "The log-sum-exp is counted in the size of the other numbers. It is float32, "
-    "4 bytes, whatever they are.",
+    "The log-sum-exp is counted in the size of the other numbers. It is float32.",
     (MOVED, "(numbers + t) * bytes_per_number"),
 )
 hbm_bytes.fault(
@@ -565,14 +544,12 @@ hbm_bytes.fault(
 )
 hbm_bytes.fault(
     "causal_halves_the_keys_of_each_block",
-    "Causal halves the keys of every block, rounded down. The first block sees few, "
-    "the last one all: go through the blocks and add what each sees.",
+    "Causal halves the keys of every block. The first sees few, the last one all.",
     (CAUSAL_KEYS, "t // 2"),
 )
 hbm_bytes.fault(
     "causal_ignored",
-    "`causal` has no effect with blocks: the keys after a block's last query need "
-    "not be read.",
+    "`causal` has no effect: the keys after a block's last query need not be read.",
     (CAUSAL_KEYS, "t"),
 )
 hbm_bytes.fault(
@@ -597,8 +574,7 @@ hbm_bytes.fault(
 )
 hbm_bytes.fault(
     "queries_for_each_block",
-    "The queries are counted again for each block. Each belongs to one block, and is "
-    "read once.",
+    "The queries are counted again for each block. Each belongs to one block.",
     ("numbers = 2 * t", "numbers = t"),
     ("+= 2 * seen * d_head", "+= (t + 2 * seen) * d_head"),
 )
@@ -613,27 +589,9 @@ hbm_bytes.fault(
     ("+= 2 * seen", "+= seen"),
 )
 hbm_bytes.fault(
-    "output_forgotten",
-    "With blocks, the queries are counted and the output is not (or the other way round).",
-    ("numbers = 2 * t", "numbers = t"),
-)
-hbm_bytes.fault(
     "scores_counted",
-    "With blocks, the scores are counted. They never leave the chip; that is the point.",
+    "With blocks, the scores are counted. They never leave the chip.",
     ("+= 2 * seen * d_head", "+= 2 * seen * d_head + block * seen"),
-)
-hbm_bytes.fault(
-    "scores_written_only",
-    "Without blocks, a T × T matrix that is written is read by the next step: four "
-    "crossings, not two.",
-    (SOFTMAX, "softmax = t * t"),
-    (OUTPUT, "output = 2 * t * d_head"),
-)
-hbm_bytes.fault(
-    "three_crossings",
-    "Without blocks, T × T matrices are counted three times; they cross four times: "
-    "scores written and read, weights written and read.",
-    (SOFTMAX, "softmax = t * t"),
 )
 
 # The kernel ---------------------------------------------------------------------------
@@ -694,21 +652,18 @@ flash_kernel.fault(
 )
 flash_kernel.fault(
     "output_kept_in_half_precision",
-    "The output so far is kept in the dtype of q. Convert it when the last block has "
-    "come.",
+    "The output so far is kept in the dtype of q. Convert it after the last block.",
     (UPDATE, f"{UPDATE}{' ' * 20}output = output.to(q.dtype).to(tl.float32)\n"),
 )
 flash_kernel.fault(
     "starts_at_zero",
-    "The maximum starts at 0. Where all scores are far below it, all exponentials "
-    "underflow.",
+    "The maximum starts at 0. Far below it all exponentials underflow.",
     (NO_MAXIMUM, "tl.zeros([Q], tl.float32)"),
     GUARD,
 )
 flash_kernel.fault(
     "one_maximum_for_all_rows",
-    "One maximum is used for all rows. A row far below it loses all its terms: "
-    "reduce over axis 1 alone.",
+    "One maximum is used for all rows. A row far below it loses all its terms.",
     ("tl.max(scores, 1)", "tl.max(tl.max(scores, 1), 0)"),
     GUARD,
 )
@@ -736,8 +691,7 @@ flash_kernel.fault(
 )
 flash_kernel.fault(
     "last_queries_dropped",
-    "The queries after the last whole block get no program: round up, with "
-    "`triton.cdiv`.",
+    "The queries after the last whole block get no program: use `triton.cdiv`.",
     ("triton.cdiv(t_q, n), n_batch", "max(t_q // n, 1), n_batch"),
 )
 flash_kernel.fault(
@@ -773,8 +727,7 @@ flash_kernel.fault(
 )
 flash_kernel.fault(
     "batch_forgotten",
-    "Every batch reads and writes the first batch's place: the strides of the "
-    "batches are missing.",
+    "Every batch reads and writes the first batch's place.",
     *((HEAD_OF[x], f"h * {x}_h") for x in "qkvo"),
 )
 flash_kernel.fault(
@@ -791,14 +744,12 @@ flash_kernel.fault(
 )
 flash_kernel.fault(
     "keys_of_the_first_block",
-    "Every turn of the loop loads the first block of keys again. Where does the "
-    "block at `left` begin?",
+    "Every turn of the loop loads the first block of keys again.",
     *FIRST_KEYS,
 )
 flash_kernel.fault(
     "first_block_again",
-    "Every turn of the loop loads the first block of keys and values again. Where "
-    "does the block at `left` begin?",
+    "Every turn of the loop loads the first block of keys and values again.",
     *FIRST_KEYS,
     *FIRST_VALUES,
 )
@@ -809,8 +760,7 @@ flash_kernel.fault(
 )
 flash_kernel.fault(
     "causal_top_left",
-    "The mask is aligned top-left: with fewer queries than keys, row i stands at "
-    "i + T_k − T_q.",
+    "The mask is aligned top-left. Row i stands at i + T_k − T_q.",
     (ROW, "rows[:, None]"),
     ONE_LOOP,
 )
@@ -834,8 +784,7 @@ flash_kernel.fault(
 )
 flash_kernel.fault(
     "loop_ends_too_early",
-    "The loop over the keys ends with the block's first query. The others of the "
-    "block see more.",
+    "The loop over the keys ends with the block's first query. The others see more.",
     (LAST_KEY, "tl.minimum(first + 1, t_k)"),
 )
 flash_kernel.fault(
