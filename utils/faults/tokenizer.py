@@ -223,6 +223,12 @@ train_bpe.fault(
     ("for token in special_tokens:", "for token in longest_first:"),
 )
 train_bpe.fault(
+    "needs_two",
+    "It stops at pairs that occur once. Nothing asks for that: it stops when no pair is "
+    "left.",
+    ("merges and counts:", "merges and max(counts.values(), default=0) > 1:"),
+)
+train_bpe.fault(
     "counted_once",
     "The pairs are counted at the start and never again. A merge changes what stands "
     "next to what.",
@@ -257,6 +263,11 @@ BPETokenizer.fault(
     "The leftmost pair that is in `merges` is merged, not the one of lowest rank. "
     "Merges must be applied in the order in which they were learned.",
     (CHOICE, "next((pair for pair in pairwise(ids) if pair in self.merges), None)"),
+)
+BPETokenizer.fault(
+    "highest_rank",
+    "The pair of highest rank, learned last, is merged first.",
+    (CHOICE, "max(pairwise(ids), key=lambda pair: self.merges.get(pair, (-1,))[0])"),
 )
 BPETokenizer.fault(
     "rank_from_id",
