@@ -266,13 +266,6 @@ def batch_without_replacement(data, batch_size, t, generator=None):
     return pieces[:, :-1], pieces[:, 1:]
 
 
-def batch_lopsided(data, batch_size, t, generator=None):
-    long_enough(data, t)
-    u = torch.rand(batch_size, 1, generator=generator) ** 2
-    pieces = data[(u * (len(data) - t)).long() + torch.arange(t + 1)]
-    return pieces[:, :-1], pieces[:, 1:]
-
-
 def batch_targets_from_next_row(data, batch_size, t, generator=None):
     x, y = reference.get_batch(data, batch_size, t, generator)
     return x, y.roll(1, 0)
@@ -295,13 +288,6 @@ def rate_restarts(step, peak, floor, warmup_steps, total_steps):
     )
 
 
-class Amsgrad(Plain):
-    def update(self, p, state, lr, betas, eps, weight_decay, **_):
-        old = state["exp_avg_sq"].clone()
-        super().update(p, state, lr, betas, eps, weight_decay)
-        state["exp_avg_sq"] = torch.maximum(old, state["exp_avg_sq"])
-
-
 class CorrectionStops(Plain):
     """As if the means were true ones after the fifth step."""
 
@@ -309,15 +295,6 @@ class CorrectionStops(Plain):
         super().update(p, state, lr, betas, eps, weight_decay)
         if state["step"] == 5:
             state["step"] += 1000
-
-
-class Nesterov(torch.optim.NAdam):
-    def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
-    ):
-        super().__init__(
-            params, lr, betas, eps, weight_decay, decoupled_weight_decay=True
-        )
 
 
 class SharedState(Plain):
@@ -334,14 +311,6 @@ def clip_scaled_twice(parameters, max_norm):
     parameters = list(parameters)
     total = reference.clip_gradients(parameters, max_norm)
     reference.clip_gradients(parameters, 0.9 * max_norm)
-    return total
-
-
-def clip_to_norm_one_more(parameters, max_norm):
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = torch.stack([g.norm() for g in gradients] or [torch.zeros(())]).norm()
-    for g in gradients:
-        g.mul_(max_norm / (max_norm + total))
     return total
 
 
@@ -434,14 +403,6 @@ class OtherEps(Plain):
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
-class OnTheCpu(Plain):
-    def update(self, p, state, **options):
-        for name in MEANS:
-            if state["step"] == 0:
-                state[name] = torch.zeros(p.shape, dtype=p.dtype)
-        super().update(p, state, **options)
-
-
 MEANS = ("exp_avg", "exp_avg_sq")
 
 
@@ -451,22 +412,17 @@ MEANS = ("exp_avg", "exp_avg_sq")
         (loss_clipped, "cross_entropy", None),
         (shifted_by_the_mean, "cross_entropy", "shifted_by_the_mean"),
         (batch_without_replacement, "get_batch", None),
-        (batch_lopsided, "get_batch", None),
         (batch_targets_from_next_row, "get_batch", None),
         (batch_draws_from_both, "get_batch", None),
         (shuffled_starts, "get_batch", "without_replacement"),
         (rate_tensor, "learning_rate", None),
         (rate_restarts, "learning_rate", None),
-        (Amsgrad, "AdamW", None),
         (CorrectionStops, "AdamW", None),
-        (Nesterov, "AdamW", None),
         (SharedState, "AdamW", "state"),
         (ByAProduct, "AdamW", "correction_by_a_product"),
         (CorrectedKept, "AdamW", "corrected_means_kept"),
         (OtherEps, "AdamW", None),
-        (OnTheCpu, "AdamW", None),
         (clip_scaled_twice, "clip_gradients", None),
-        (clip_to_norm_one_more, "clip_gradients", None),
         (clip_zero_for_missing, "clip_gradients", None),
         (clip_float, "clip_gradients", None),
     ],
