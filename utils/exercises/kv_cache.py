@@ -63,10 +63,9 @@ def length_is(case, cache, expected, when):
             "`length` is a method. It is read without brackets, `cache.length`: make it "
             "a property or an attribute."
         )
-    kind = type(found).__name__
-    case.true(
-        kind == "int", f"`length` is of type {kind}. It counts positions: an int."
-    )
+    if type(found) is not int:
+        kind = type(found).__name__
+        raise Explained(f"`length` is of type {kind}. It counts positions: an int.")
     case.equal(found, expected, f"{when}: `length`")
 
 
@@ -688,17 +687,17 @@ def _(answer, case):
 def _(answer, case):
     for c in (TWO_BLOCKS, TWO_GPT2):
         cache = SlowCache(c, 3)
-        for i, sizes in enumerate(((4, 1, 2), (2, 1, 1), (9, 1))):
+        for i, sizes in enumerate(((4, 1, 2), (2, 1), (9, 1))):
             chunks_agree(case, answer, c, sizes, 1600 + i // 2, 3, cache)
             cache.reset()
         model, caches = Decoder(c, 1660), [SlowCache(c, 2), SlowCache(c, 2)]
         ids = [probe_ids(2, 7, below=c.vocab_size, seed=33 + i) for i in range(2)]
+        expected = [Truth(model)(each) for each in ids]
         for start, stop in ((0, 4), (4, 5), (5, 7)):
-            for i in range(2):
+            for i, right in enumerate(expected):
                 actual = case.call(answer, model, ids[i][:, start:stop], caches[i])
-                right = Truth(model)(ids[i])[:, start:stop]
                 what = f"text {i + 1} of two, from position {start}: the result"
-                case.close(actual, right, what, like=model.head.weight)
+                case.close(actual, right[:, start:stop], what, like=model.head.weight)
 
 
 @cached_forward.requires(
@@ -749,7 +748,7 @@ def _(answer, case):
     "the model was made for?",
 )
 def _(answer, case):
-    for c in (TWO_BLOCKS, TWO_GPT2):
+    for c in (ONE_BLOCK, ONE_GPT2):
         for sizes in ((16,), (15, 1), (9, 7)):
             chunks_agree(case, answer, c, sizes, 1810, cache=SlowCache(c, 2, 30))
         model, ids = Decoder(c, 1800), probe_ids(2, 17, below=c.vocab_size, seed=40)
@@ -1048,20 +1047,21 @@ APART = replace(
 )
 
 
-def weighed(c, t, batch=1, dtype=torch.float16):
+def weighed(c, t, batch, dtype):
     """Bytes of tensors that are really made (on no device)."""
     one = torch.empty(batch, c.n_kv_heads, t, c.d_head, dtype=dtype, device="meta")
     return sum(2 * one.nbytes for _ in range(c.n_layers))
 
 
-def bytes_agree(case, answer, *calls):
-    """All calls are made before the first is compared: together they tell more."""
-    found = [case.call(answer, *given) for given in calls]
-    for given, actual in zip(calls, found, strict=True):
-        kind = type(actual).__name__
-        case.true(kind == "int", f"It is of type {kind}, expected an int.")
-        words = ", ".join(bare(x) for x in given[1:])
-        case.equal(actual, weighed(*given), f"for {given[0]}, {words}: the result")
+def bytes_agree(case, answer, c, t, batch=1, dtype=torch.float16, given=4):
+    named = {"t": t, "batch": batch, "dtype": dtype}
+    names = ("n_layers", "n_heads", "n_kv_heads", "d_head", "d_model")
+    case.sizes = {name: getattr(c, name) for name in names} | named
+    case.sizes["dtype"] = dtype.itemsize
+    actual = case.call(answer, c, *list(named.values())[: given - 1])
+    if type(actual) is not int:
+        raise Explained(f"It is of type {type(actual).__name__}, expected an int.")
+    case.equal(actual, weighed(c, **named), f"for {c}: the result")
 
 
 @kv_cache_bytes.requires(
@@ -1071,10 +1071,11 @@ def bytes_agree(case, answer, *calls):
     "else is stored.",
 )
 def _(answer, case):
-    wide = (APART, 17, 19, torch.float32)
-    bytes_agree(case, answer, (APART, 17), (APART, 17, 13), wide, (GPT2, 3))
-    for dtype in (torch.bfloat16, torch.float64, torch.float8_e4m3fn):
-        bytes_agree(case, answer, (APART, 17, 13, dtype))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
+        bytes_agree(case, answer, APART, 17, 19, dtype)
+    bytes_agree(case, answer, APART, 17, given=2)
+    bytes_agree(case, answer, APART, 17, 13, given=3)
+    bytes_agree(case, answer, GPT2, 3, 13)
     actual = case.call(answer, config=LLAMA, t=7, batch=2, dtype=torch.float32)
     case.equal(actual, weighed(LLAMA, 7, 2, torch.float32), "by keyword, the result")
 
@@ -1086,11 +1087,11 @@ def _(answer, case):
 )
 def _(answer, case):
     for c in (LLAMA_7B, LLAMA_3_8B, SMOLLM, GPT2_SMALL):
-        bytes_agree(case, answer, (c, c.max_len))
+        bytes_agree(case, answer, c, c.max_len, given=2)
     case.equal(case.call(answer, LLAMA_7B, 4_096), 2**31, "Llama 2 7B, 4,096 positions")
     for given in ((LLAMA_7B, 4_097, 1), (SMOLLM, 1_000_003, 7), (LLAMA, 9_999, 3)):
         for dtype in (torch.float16, torch.float32):
-            bytes_agree(case, answer, (*given, dtype))
+            bytes_agree(case, answer, *given, dtype)
     whole_numbers_refused(case, answer, LLAMA, 7, 1)
 
 

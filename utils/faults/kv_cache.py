@@ -731,11 +731,6 @@ for name, sentence, edit in (
         ("config.d_head", "(config.d_model // config.n_heads)"),
     ),
     (
-        "one_layer",
-        "One layer is counted; every layer has keys and values of its own.",
-        ("config.n_layers * ", ""),
-    ),
-    (
         "always_two_bytes",
         "Every number counts two bytes, whatever the dtype.",
         ("dtype.itemsize", "2"),
@@ -754,11 +749,6 @@ for name, sentence, edit in (
         "bits",
         "These are bits, eight times as many.",
         (BYTES, f"{BYTES} * 8"),
-    ),
-    (
-        "batch_ignored",
-        "The batch is not counted.",
-        (" * batch", ""),
     ),
     (
         "max_len_for_t",
