@@ -256,6 +256,7 @@ WRONG = {
     ],
     "rope": [
         (half_frequencies, None),
+        (lambda x, pos, base=1e4: reference.rope(x, pos, base), None),  # other names
         (torch.no_grad()(roped()), None),
         (roped(lambda x, p, b: (x, p.clamp(max=4096), b)), None),
         (roped(lambda x, p, b: (x, p.half(), b)), None),

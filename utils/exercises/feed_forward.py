@@ -278,8 +278,8 @@ def counted(d_model, n_heads, n_kv_heads, d_ff, gated):
     }
 
 
-def counts_are_right(case, answer, *args):
-    counts, expected = case.call(answer, *args), counted(*args)
+def counts_are_right(case, answer, *args, **kwargs):
+    counts, expected = case.call(answer, *args, **kwargs), counted(*args, **kwargs)
     case.true(
         isinstance(counts, dict) and counts.keys() == expected.keys(),
         f"The result is {counts!r}, expected a dict with the keys 'attention' and "
@@ -316,7 +316,8 @@ def _(answer, case):
 @block_parameters.requires("a gated network has one more matrix")
 def _(answer, case):
     counts_are_right(case, answer, 24, 6, 6, 70, True)
-    counts_are_right(case, answer, 4096, 32, 8, 14_336, True)
+    sizes = {"d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14_336}
+    counts_are_right(case, answer, **sizes, gated=True)
 
 
 @block_parameters.requires(

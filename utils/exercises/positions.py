@@ -244,7 +244,7 @@ def _(answer, case):
     x, positions = probe(3, 6, 10, seed=9), torch.arange(6) + 3
     case.call(answer, x, positions, base=500.0)  # to see what comes of both
     case.agrees(answer, complex_rope, x, positions, 100_000.0)
-    case.agrees(answer, complex_rope, x, positions, base=500.0)
+    case.agrees(answer, complex_rope, x=x, positions=positions, base=500.0)
 
 
 @rope.requires(
@@ -380,8 +380,11 @@ def _(answer, case):
 # ntk_base -----------------------------------------------------------------------------
 
 
-def base_is_right(case, answer, base, factor, d_head):
-    value = case.call(answer, base, factor, d_head)
+def base_is_right(case, answer, base, factor, d_head, by_name=False):
+    if by_name:
+        value = case.call(answer, d_head=d_head, factor=factor, base=base)
+    else:
+        value = case.call(answer, base, factor, d_head)
     case.true(
         isinstance(value, (int, float)) and not isinstance(value, bool),
         f"The base is of type {type(value).__name__}, expected a float.",
@@ -404,7 +407,7 @@ def _(answer, case):
     base_is_right(case, answer, 500_000.0, 4.0, 128)
     base_is_right(case, answer, 100.0, 3.0, 4)
     base_is_right(case, answer, 100.0, 1.5, 6)
-    base_is_right(case, answer, 10_000, 1, 32)
+    base_is_right(case, answer, 10_000, 1, 32, by_name=True)
 
 
 @ntk_base.requires(
