@@ -198,7 +198,8 @@ def _(answer, case):
 )
 def _(answer, case):
     norm = case.call(answer, 6)
-    case.agrees(norm, oracle_with(torch.ones(6)), probe(2, 3, 6, seed=1, shift=0.5))
+    x = probe(2, 4, 6, seed=1, scale=3, shift=0.5)
+    case.agrees(norm, oracle_with(torch.ones(6)), x)
 
 
 @RMSNorm.requires(
