@@ -45,13 +45,16 @@ def mixed_lines(n, special=(), seed=0):
 # The reference against the package ----------------------------------------------------
 
 
+LETTERS = byte_letters()
+BYTES = {letter: byte for byte, letter in LETTERS.items()}
+
+
 def to_letters(token):
-    return "".join(byte_letters()[byte] for byte in token)
+    return "".join(LETTERS[byte] for byte in token)
 
 
 def to_bytes(letters):
-    back = {letter: byte for byte, letter in byte_letters().items()}
-    return bytes(back[letter] for letter in letters)
+    return bytes(BYTES[letter] for letter in letters)
 
 
 def same_as_package(vocab, merges, special, lines, split_digits=False, **options):
@@ -94,7 +97,7 @@ def trained_by_package(text, size, special):
         vocab_size=size,
         special_tokens=special,
         show_progress=False,
-        initial_alphabet=sorted(byte_letters().values()),
+        initial_alphabet=sorted(BYTES),
     )
     theirs.train_from_iterator([text], trainer)
     model = json.loads(theirs.to_str())["model"]
