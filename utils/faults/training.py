@@ -365,6 +365,16 @@ AdamW.fault(
     (DECAY, ""),
 )
 AdamW.fault(
+    "no_decay",
+    "`weight_decay` is not used.",
+    (DECAY, ""),
+)
+AdamW.fault(
+    "grows",
+    "The decay has the wrong sign: parameters grow.",
+    ("p.mul_(1 - lr", "p.mul_(1 + lr"),
+)
+AdamW.fault(
     "decay_without_lr",
     "The decay is not multiplied with the learning rate, so a schedule does not reach "
     "it.",
