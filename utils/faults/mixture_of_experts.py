@@ -27,8 +27,8 @@ def shared_out(masked):
 
 top_k_routing.fault(
     "one_is_always_one",
-    "With k = 1 the softmax over the kept score is 1, always. A constant has no slope, so "
-    "the router would never learn. Take its probability among all experts.",
+    "With k = 1 the softmax over the kept score is 1, always. A constant has no slope, "
+    "so the router would never learn. Take its probability among all experts.",
     ("if k == 1:", "if False:"),
 )
 top_k_routing.fault(
@@ -77,8 +77,8 @@ top_k_routing.fault(
 )
 top_k_routing.fault(
     "hidden_by_a_number",
-    "The scores that are not kept are set to −10,000, and real ones can be as low. −inf "
-    "is below them all; or let softmax see the k kept scores alone.",
+    "The scores that are not kept are set to −10,000, and real ones can be as low. "
+    "−inf is below them all; or let softmax see the k kept scores alone.",
     shared_out("torch.full_like(logits, -10_000).scatter(1, experts, kept)"),
 )
 top_k_routing.fault(
@@ -96,8 +96,8 @@ top_k_routing.fault(
 )
 top_k_routing.fault(
     "sigmoids",
-    "Each weight is a sigmoid of its own score. Some models do that; here the k weights "
-    "share a softmax.",
+    "Each weight is a sigmoid of its own score. Some models do that; here the k "
+    "weights share a softmax.",
     (ALONE, "torch.sigmoid(kept)"),
     (AMONG_THE_KEPT, "torch.sigmoid(kept)"),
 )
@@ -201,8 +201,8 @@ MixtureOfExperts.fault(
 )
 MixtureOfExperts.fault(
     "weights_in_the_experts",
-    "The weight multiplies what goes *into* the expert. SwiGLU is not linear, so that is "
-    "something else than weighting what comes out.",
+    "The weight multiplies what goes *into* the expert. SwiGLU is not linear, so that "
+    "is something else than weighting what comes out.",
     ("share * expert(tokens[token])", "expert(share * tokens[token])"),
 )
 MixtureOfExperts.fault(
@@ -241,28 +241,29 @@ MixtureOfExperts.fault(
 )
 MixtureOfExperts.fault(
     "not_a_matrix_fails",
-    "It reads a fixed number of sizes from the shape of x. The last one is d_model, and "
-    "anything may stand before it.",
+    "It reads a fixed number of sizes from the shape of x. The last one is d_model, "
+    "and anything may stand before it.",
     ("tokens = x.reshape", "b, t, d = x.shape\n        tokens = x.reshape"),
 )
 MixtureOfExperts.fault(
     "stops_at_an_unused_expert",
-    "The loop ends at the first expert that nobody chose: `break`, or a `return`, where "
-    "`continue` is meant. Those behind it never run.",
+    "The loop ends at the first expert that nobody chose: `break`, or a `return`, "
+    "where `continue` is meant. Those behind it never run.",
     (SHARE, f"if len(token) == 0:\n                break\n            {SHARE}"),
 )
 MixtureOfExperts.fault(
     "every_expert_on_every_token",
-    "Every expert computes every token, and most results are multiplied by 0. The values "
-    "are right, but it costs as much as if all experts were one network, and the point of "
-    "routing is that it does not.",
+    "Every expert computes every token, and most results are multiplied by 0. The "
+    "values are right, but it costs as much as if all experts were one network, and "
+    "the point of routing is that it does not.",
     (SHARE, "share = (weights * (chosen == i)).sum(dim=1, keepdim=True)"),
     (ADDED, "out = out + share * expert(tokens)"),
 )
 MixtureOfExperts.fault(
     "token_by_token",
-    "Every token calls its experts by itself. The values are right, but a thousand small "
-    "products take far longer than one large one: collect the tokens of an expert.",
+    "Every token calls its experts by itself. The values are right, but a thousand "
+    "small products take far longer than one large one: collect the tokens of an "
+    "expert.",
     (
         ADDED,
         "for n, w in zip(token, share):\n"
@@ -271,16 +272,18 @@ MixtureOfExperts.fault(
 )
 MixtureOfExperts.fault(
     "place_by_place",
-    "Each expert runs once for each of the k places. Search all k columns at once for an "
-    "expert's tokens, and it runs once.",
+    "Each expert runs once for each of the k places. Search all k columns at once for "
+    "an expert's tokens, and it runs once.",
     (WHERE, "pass"),
     (
         SHARE,
-        "for j in range(self.k):\n                token = (chosen[:, j] == i).nonzero()[:, 0]",
+        "for j in range(self.k):\n                token = (chosen[:, j] == "
+        "i).nonzero()[:, 0]",
     ),
     (
         ADDED,
-        "    out = out.index_add(0, token, weights[token, j, None] * expert(tokens[token]))",
+        "    out = out.index_add(0, token, weights[token, j, None] * "
+        "expert(tokens[token]))",
     ),
 )
 MixtureOfExperts.fault(
@@ -296,8 +299,8 @@ MixtureOfExperts.fault(
 )
 MixtureOfExperts.fault(
     "experts_input_detached",
-    "What the experts are given is cut from the graph, so that the stream gets only the "
-    "router's part of its gradient.",
+    "What the experts are given is cut from the graph, so that the stream gets only "
+    "the router's part of its gradient.",
     ("expert(tokens[token])", "expert(tokens[token].detach())"),
 )
 
@@ -308,32 +311,32 @@ MEAN = "probabilities.mean(dim=0)"
 
 load_balancing_loss.fault(
     "factor_missing",
-    "The factor E is missing: even use then gives 1/E, and the loss weighs less the more "
-    "experts there are.",
+    "The factor E is missing: even use then gives 1/E, and the loss weighs less the "
+    "more experts there are.",
     ("n_experts * (f", "(f"),
 )
 load_balancing_loss.fault(
     "sums_to_k",
-    "f is divided by the number of tokens, so that it sums to k. Some libraries do that; "
-    "here f is a share of all N·k choices, and even use gives 1 whatever k is.",
+    "f is divided by the number of tokens, so that it sums to k. Some libraries do "
+    "that; here f is a share of all N·k choices, and even use gives 1 whatever k is.",
     ("experts.numel()", "len(experts)"),
 )
 load_balancing_loss.fault(
     "divided_by_k_twice",
-    "It is divided by k once too often. Shares of all N·k choices sum to 1 already, and P "
-    "is a mean over N tokens.",
+    "It is divided by k once too often. Shares of all N·k choices sum to 1 already, "
+    "and P is a mean over N tokens.",
     (MEAN, f"{MEAN} / experts.shape[1]"),
 )
 load_balancing_loss.fault(
     "softmax_twice",
-    "A softmax runs over the probabilities once more, which makes them nearly equal. They "
-    "come in as softmax already.",
+    "A softmax runs over the probabilities once more, which makes them nearly equal. "
+    "They come in as softmax already.",
     (MEAN, "torch.softmax(probabilities, dim=-1).mean(dim=0)"),
 )
 load_balancing_loss.fault(
     "coefficient_inside",
-    "It is multiplied by 0.01, as Switch does where it adds the loss to the other. That "
-    "is for whoever adds it.",
+    "It is multiplied by 0.01, as Switch does where it adds the loss to the other. "
+    "That is for whoever adds it.",
     ("n_experts * (f", "0.01 * n_experts * (f"),
 )
 load_balancing_loss.fault(
@@ -346,6 +349,17 @@ load_balancing_loss.fault(
     "P is the sum of the probabilities over the tokens, not their mean: the loss grows "
     "with the batch.",
     (MEAN, "probabilities.sum(dim=0)"),
+)
+load_balancing_loss.fault(
+    "mean_of_everything",
+    "P is the mean over tokens and experts, 1/E whatever the router thinks, so that "
+    "the loss is 1 always. It is a mean over the tokens, one number for each expert.",
+    (MEAN, "probabilities.mean()"),
+)
+load_balancing_loss.fault(
+    "each_expert_apart",
+    "E numbers come back. They are to be summed.",
+    (f"(f * {MEAN}).sum()", f"(f * {MEAN})"),
 )
 load_balancing_loss.fault(
     "e_squared",
@@ -371,7 +385,8 @@ load_balancing_loss.fault(
 )
 load_balancing_loss.fault(
     "choices_ignored",
-    "f is counted from the probabilities' maximum and not from the ids that were given.",
+    "f is counted from the probabilities' maximum and not from the ids that were "
+    "given.",
     (
         "experts.flatten()",
         "probabilities.topk(experts.shape[1]).indices.flatten()",
@@ -385,8 +400,8 @@ load_balancing_loss.fault(
 )
 load_balancing_loss.fault(
     "as_many_as_occur",
-    "The number of experts is read off the ids. If the last experts are chosen by nobody, "
-    "they are missing.",
+    "The number of experts is read off the ids. If the last experts are chosen by "
+    "nobody, they are missing.",
     (COUNTS, "torch.bincount(experts.flatten())"),
 )
 load_balancing_loss.fault(
@@ -407,8 +422,8 @@ BACK = ".view(experts.T.shape).T"
 
 drop_over_capacity.fault(
     "one_too_few",
-    "One place of each expert stays empty: a queue that is counted from 1 is compared "
-    "with `<=`.",
+    "One place of each expert stays empty: where the queue is counted from 1, its last "
+    "place has the number `capacity`.",
     ("place <= capacity", "place < capacity"),
 )
 drop_over_capacity.fault(
@@ -418,21 +433,21 @@ drop_over_capacity.fault(
 )
 drop_over_capacity.fault(
     "row_by_row",
-    "The queue is read row by row: a token's second choice comes before the next token's "
-    "first. First choices come first, for all tokens.",
+    "The queue is read row by row: a token's second choice comes before the next "
+    "token's first. First choices come first, for all tokens.",
     (QUEUE, "queue = experts.flatten()"),
     (BACK, ".view(experts.shape)"),
 )
 drop_over_capacity.fault(
     "wrong_view",
-    "The queue was read column by column and its result filled in row by row, so that the "
-    "marks stand at other tokens.",
+    "The queue was read column by column and its result filled in row by row, so that "
+    "the marks stand at other tokens.",
     (BACK, ".view(experts.shape)"),
 )
 drop_over_capacity.fault(
     "a_queue_for_each_column",
-    "Each of the k columns has a queue of its own, so that an expert serves up to k times "
-    "its capacity.",
+    "Each of the k columns has a queue of its own, so that an expert serves up to k "
+    "times its capacity.",
     (
         QUEUE,
         "if experts.shape[1] > 1:\n"
@@ -444,20 +459,26 @@ drop_over_capacity.fault(
 )
 drop_over_capacity.fault(
     "capacity_times_k",
-    "Each expert serves k times its capacity. `capacity` is the number of its places for "
-    "first, second and all other choices together.",
+    "Each expert serves k times its capacity. `capacity` is the number of its places "
+    "for first, second and all other choices together.",
     ("place <= capacity", "place <= capacity * experts.shape[1]"),
 )
 drop_over_capacity.fault(
     "full_experts_serve_nobody",
-    "An expert that is asked too often drops all its tokens. It serves as many as it has "
-    "places.",
+    "An expert that is asked too often drops all its tokens. It serves as many as it "
+    "has places.",
     ("place <= capacity", "chose.sum(dim=0)[queue] <= capacity"),
 )
 drop_over_capacity.fault(
+    "queues_added_up",
+    "The queues of all experts are added up: a choice stands in line behind those of "
+    "other experts too.",
+    (" * chose)", ")"),
+)
+drop_over_capacity.fault(
     "nothing_dropped",
-    "Nothing is dropped. If the count runs across the k choices of a token, it never goes "
-    "beyond 1, since no token chooses an expert twice: count down the queue.",
+    "Nothing is dropped. If the count runs across the k choices of a token, it never "
+    "goes beyond 1, since no token chooses an expert twice: count down the queue.",
     ("cumsum(dim=0)", "cumsum(dim=1)"),
 )
 for dtype, sentence in (
@@ -480,8 +501,8 @@ ACTIVE = "(k - 1) * expert + router"
 
 moe_parameters.fault(
     "whole_models",
-    "The whole model is multiplied by the number of experts, attention and embedding too. "
-    "Only the feed-forward network is there several times.",
+    "The whole model is multiplied by the number of experts, attention and embedding "
+    "too. Only the feed-forward network is there several times.",
     (
         f"dense + config.n_layers * ({TOTAL})",
         "n_experts * dense + config.n_layers * router",
@@ -507,26 +528,26 @@ moe_parameters.fault(
 )
 moe_parameters.fault(
     "share_of_everything",
-    "Active is k/E of the whole. Attention, embedding, norms and router are met by every "
-    "token; only the experts are chosen.",
+    "Active is k/E of the whole. Attention, embedding, norms and router are met by "
+    "every token; only the experts are chosen.",
     (f"dense + config.n_layers * ({ACTIVE})", "total * k // n_experts"),
 )
 moe_parameters.fault(
     "one_row_of_the_embedding",
-    "Active counts one row of the embedding. Here all of it counts, as in the published "
-    "number.",
+    "Active counts one row of the embedding. Here all of it counts, as in the "
+    "published number.",
     ("active = dense", "active = dense - (config.vocab_size - 1) * config.d_model"),
 )
 moe_parameters.fault(
     "embedding_left_out",
-    "Active leaves the embedding out. Here everything but the experts that a token does "
-    "not go to counts as active, as in the published number.",
+    "Active leaves the embedding out. Here everything but the experts that a token "
+    "does not go to counts as active, as in the published number.",
     ("active = dense", "active = dense - config.vocab_size * config.d_model"),
 )
 moe_parameters.fault(
     "dense_network_kept",
-    "One network too many in each block: the block's own is counted beside the experts, "
-    "which stand in its place.",
+    "One network too many in each block: the block's own is counted beside the "
+    "experts, which stand in its place.",
     (TOTAL, "n_experts * expert + router"),
     (ACTIVE, "k * expert + router"),
 )
