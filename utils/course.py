@@ -2,7 +2,9 @@
 
 from utils import parts
 from utils.display import bar, show
-from utils.syllabus import lessons
+from utils.syllabus import ROOT, lessons
+
+__all__ = ["ROOT", "course_map"]
 
 
 def course_map() -> None:
