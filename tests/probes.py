@@ -26,7 +26,7 @@ def sizes_of(name: str, value) -> dict[str, int]:
 
 
 def calls_of(exercise, monkeypatch) -> list[list[dict[str, int]]]:
-    """For each requirement, the sizes in each call of the reference."""
+    """For each requirement, the sizes in each call of the reference that returns."""
     found, original = [], Case._run
 
     def recording(case, f, args, kwargs):
@@ -34,8 +34,9 @@ def calls_of(exercise, monkeypatch) -> list[list[dict[str, int]]]:
         sizes = {}
         for name, value in zip(names, [*args, *kwargs.values()], strict=True):
             sizes |= sizes_of(name, value)
+        result = original(case, f, args, kwargs)
         found[-1].append(sizes)
-        return original(case, f, args, kwargs)
+        return result
 
     with monkeypatch.context() as patch:
         patch.setattr(Case, "_run", recording)
@@ -54,8 +55,8 @@ def coincidences(calls) -> set[tuple[str, str]]:
     pairs = {pair for sizes in everywhere for pair in combinations(sorted(sizes), 2)}
     found = set()
     for a, b in pairs:
-        if all(s[a] == s[b] for s in everywhere if a in s and b in s):
-            continue  # the same size under two names
+        if all(_one_size(s[a], s[b]) for s in everywhere if a in s and b in s):
+            continue
         for requirement in calls:
             both = [s for s in requirement if a in s and b in s]
             if both:
@@ -63,6 +64,11 @@ def coincidences(calls) -> set[tuple[str, str]]:
                     found.add((a, b))
                 break
     return found
+
+
+def _one_size(a, b) -> bool:
+    """The same size under two names, one of them perhaps to be broadcast."""
+    return a == b or 1 in (a, b)
 
 
 def always_one(calls) -> set[str]:

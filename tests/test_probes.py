@@ -1,0 +1,55 @@
+"""The inputs that checks call answers with: sizes that must be told apart differ.
+
+Where two sizes are equal, or one is 1, in the first requirement that sees both, a
+mistake between them shows later than it should, and is given the name of another.
+"""
+
+import pytest
+
+from tests.probes import always_one, calls_of, coincidences
+from utils import syllabus
+from utils.check.exercise import load_all
+
+NAMES = [name for lesson in syllabus.lessons() for name in lesson.exercises]
+SQUARE = "a square mask comes first, a rectangular one next"
+STEPS = "the smallest case comes first on purpose, the general one next"
+INTENDED = {
+    "Block": {"x[-2]": STEPS},
+    "Transformer": {"ids[-1]": STEPS},
+    "shift_right": {"ids[-2]": STEPS},
+    "translate": {"source[-2]": STEPS},
+    "flash_kernel": dict.fromkeys(
+        ("q[-3]", "q[-4]", "k[-3]", "k[-4]", "v[-3]", "v[-4]"), "one head comes first"
+    ),
+    "KVCache": {"n_layers": STEPS},
+    "RollingKVCache": {"n_layers": STEPS},
+    "cached_forward": {"ids[-1]": STEPS},
+    "chunk_mask": {("t_k", "t_q"): SQUARE},
+    "sliding_window_mask": {("t_k", "t_q"): SQUARE},
+    "sink_mask": {("t_k", "t_q"): SQUARE},
+    "strided_mask": {("t_k", "t_q"): SQUARE},
+    "alibi_bias": {("t_k", "t_q"): SQUARE},
+    "chunked_attention": dict.fromkeys(
+        (("k[-2]", "q[-2]"), ("q[-2]", "v[-2]")), "a whole text comes first"
+    ),
+    "moe_parameters": dict.fromkeys(
+        ("k", "n_experts", ("k", "n_experts")), "one expert, a dense layer, comes first"
+    ),
+    "load_balancing_loss": {"experts[-1]": "k = 1 is Switch's own case"},
+    "drop_over_capacity": {"experts[-1]": "k = 1 comes first, then k = 2"},
+    "AdamW": {"steps": "one step comes first"},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_that_must_be_told_apart_differ(name, monkeypatch):
+    calls = calls_of(load_all()[name], monkeypatch)
+    found = coincidences(calls) | always_one(calls)
+    assert found == set(INTENDED.get(name, {}))
+
+
+def test_a_coincidence_is_found():
+    calls = [[{"t": 4, "d": 4, "n": 1}], [{"t": 4, "d": 5, "n": 2}]]
+    assert coincidences(calls) == {("d", "t")}
+    assert always_one(calls) == {"n"}
+    assert coincidences([[{"t": 4, "d": 5}, {"t": 3, "d": 3}]]) == set()
