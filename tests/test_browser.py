@@ -38,6 +38,7 @@ def attention_weights(q, k, mask=None):
 WRONG_ATTENTION = """\
 def attention(q, k, v, mask=None):
     return attention_weights(q, k, mask)"""
+UNLISTED_ATTENTION = f"{WRONG_ATTENTION} @ v * 2"
 RIGHT_ATTENTION = f"{WRONG_ATTENTION} @ v"
 
 
@@ -333,12 +334,23 @@ def test_a_learner_in_jupyterlab(page, lab, copy):
     lesson.picture("3_not_written")
     assert page.locator(".jp-RenderedText[data-mime-type*=stderr]").count() == 0
 
+    lesson.write("def attention(", UNLISTED_ATTENTION)
+    lesson.run("def attention(")
+    lesson.run("attention = check")
+    described = lesson.report("attention = check")
+    described.assert_shows(
+        "failed",
+        "✗ attention: not right yet",
+        "What differs: Every value of the result is twice as large as expected.",
+    )
+    lesson.picture("4_described")
+
     lesson.write("def attention(", RIGHT_ATTENTION)
     lesson.run("def attention(")
     lesson.run("attention = check")
     corrected = lesson.report("attention = check")
     corrected.assert_shows("passed", "✓ attention: right", "Saved in")
-    lesson.picture("4_corrected")
+    lesson.picture("5_corrected")
 
     lesson.save(RIGHT_WEIGHTS, RIGHT_ATTENTION)
     lesson.restart_kernel()
@@ -356,13 +368,13 @@ def test_a_learner_in_jupyterlab(page, lab, copy):
     later.run("LETTERS =")
     shown = later.cell("LETTERS =").locator(".jp-OutputArea").inner_text()
     assert shown.strip() == "your `attention` the reference `causal_mask`"
-    later.picture("5_next_lesson")
+    later.picture("6_next_lesson")
 
     page.goto(f"{lab}/lab/tree/my_transformer/attention.py")
     package = page.locator(".jp-FileEditor .cm-content")
     package.locator("text=# part: attention_weights").wait_for()
     assert "My own, with einsum." in package.inner_text()
-    page.screenshot(path=SCREENSHOTS / "6_package.png")
+    page.screenshot(path=SCREENSHOTS / "7_package.png")
 
 
 def test_a_slider_redraws_its_figure(page, lab, copy):
@@ -391,7 +403,7 @@ def test_a_slider_redraws_its_figure(page, lab, copy):
     readout = cell.locator(".widget-readout").first
     assert readout.inner_text() == "0"
     show(figure)
-    arrows.picture("7_slider")
+    arrows.picture("8_slider")
     cell.locator(".noUi-handle").first.focus()
     page.keyboard.press("ArrowRight")
     arrows.wait(
@@ -402,4 +414,4 @@ def test_a_slider_redraws_its_figure(page, lab, copy):
     )
     assert readout.inner_text() == "1"
     show(figure)
-    arrows.picture("8_slider_moved")
+    arrows.picture("9_slider_moved")
