@@ -131,8 +131,8 @@ def _(answer, case, oracle, settings):
 
 
 @required(
-    "sizes that make no sense, and more queries than keys, are a ValueError that names "
-    "them"
+    "a size too small, and more queries than keys, are a ValueError that names them",
+    "Say what is wrong before you compute anything.",
 )
 def _(answer, case, oracle, settings):
     sizes = (4, 6), (5, 5), (1, 1)
@@ -270,9 +270,9 @@ def _(answer, case):
     "Two formulas, one condition: `torch.where`.",
 )
 def _(answer, case):
-    for values in ([-3.0, -1.0, 0.0, 1.0, 2.0], -2.0, 2.0):
-        case.agrees(answer, slow_features, torch.tensor(values))
-    case.agrees(answer, slow_features, strided(probe(3, 4, seed=2, scale=2)))
+    alone = torch.tensor(-2.0), torch.tensor(2.0)
+    for x in (probe(4, 5), strided(probe(3, 4, seed=2, scale=2)), *alone):
+        case.agrees(answer, slow_features, x)
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         case.agrees(answer, slow_features, probe(2, 3, 5, seed=1, dtype=dtype))
     case.any_device(answer, probe(3, 5))
@@ -511,11 +511,8 @@ long_context_in_a_decoder = IntegrationCheck(
     "long_context_in_a_decoder", lesson="long_context", parts=PARTS
 )
 T, WINDOW, BASE, D_MODEL, D_HEAD = 13, 5, 100.0, 10, 8
-N_HEADS = {"w_q": 6, "w_k": 2, "w_v": 2}
-WEIGHTS = {
-    name: probe(D_MODEL, n * D_HEAD, seed=40 + n + i, scale=0.5)
-    for i, (name, n) in enumerate(N_HEADS.items())
-}
+N_HEADS = 6, 2, 2  # of queries, keys and values
+WEIGHTS = [probe(D_MODEL, n * D_HEAD, seed=40 + i) for i, n in enumerate(N_HEADS)]
 
 
 def turned(x):
@@ -529,22 +526,10 @@ def turned(x):
 def right_heads(x):
     """Queries, keys and values `(B, H, T, d_head)`, keys repeated, in float64."""
     q, k, v = (
-        (x @ w).double().unflatten(-1, (-1, D_HEAD)).transpose(1, 2)
-        for w in WEIGHTS.values()
+        (x @ w).double().unflatten(-1, (-1, D_HEAD)).transpose(1, 2) for w in WEIGHTS
     )
     group = [h // 3 for h in range(6)]
     return turned(q), turned(k)[:, group], v[:, group]
-
-
-def their_heads(parts, case, x):
-    """The same by the learner's parts."""
-    q, k, v = (
-        case.call(parts["split_heads"], x @ w, N_HEADS[name])
-        for name, w in WEIGHTS.items()
-    )
-    q, k = (case.call(parts["rope"], y, torch.arange(T), BASE) for y in (q, k))
-    k, v = (case.call(parts["repeat_kv"], y, 3) for y in (k, v))
-    return q, k, v
 
 
 @long_context_in_a_decoder.requires(
@@ -581,7 +566,12 @@ def _(parts, case):
 )
 def _(parts, case):
     x = probe(4, T, D_MODEL, seed=71)
-    q, k, v = their_heads(parts, case, x)
+    q, k, v = (
+        case.call(parts["split_heads"], x @ w, n)
+        for w, n in zip(WEIGHTS, N_HEADS, strict=True)
+    )
+    q, k = (case.call(parts["rope"], y, torch.arange(T), BASE) for y in (q, k))
+    k, v = (case.call(parts["repeat_kv"], y, 3) for y in (k, v))
     out = case.call(parts["chunked_attention"], q, k, v, WINDOW, 7)
     merged = case.call(parts["merge_heads"], out)
     right = slow_attention(*right_heads(x), slow_window(T, T, WINDOW))

@@ -44,6 +44,11 @@ for mask in (sliding_window_mask, strided_mask):
         "What is too far back is hidden, but what comes later is not.",
         ("(back >= 0) & ", ""),
     )
+    mask.fault(
+        "future_alone",
+        "It shows what comes later in place of what came before.",
+        ("back >= 0", "back <= 0"),
+    )
 
 for name, (sentence, *edits) in {
     "itself_not_counted": (
@@ -109,10 +114,6 @@ for name, (sentence, *edits) in {
         "stride: the paper's “fixed” pattern. Count back from the query.",
         ("back % stride", "keys % stride"),
     ),
-    "one_too_few_near": (
-        "The nearest part is one position too short: a query's own position counts.",
-        ("back < stride", "back < stride - 1"),
-    ),
     "nearest_future_visible": (
         "Near positions that come later are visible: a difference may be negative.",
         (
@@ -167,11 +168,6 @@ for name, (sentence, *edits) in {
         "The window is one too long: a query's own position counts.",
         ("- window + 1", "- window"),
         ("first, window)", "first, window + 1)"),
-    ),
-    "block_taken_for_window": (
-        "`block` decides how far a query sees. It should change the work alone.",
-        ("- window + 1", "- block + 1"),
-        ("first, window)", "first, block)"),
     ),
     "last_queries_lost": (
         "The last queries are missing where the text is no multiple of the block.",
@@ -350,10 +346,6 @@ for name, (sentence, *edits) in {
         (SUM_S, f"k, v = k[..., -t_q:, :], v[..., -t_q:, :]\n    {SUM_S}"),
         (LAST_S, "s"),
         (LAST_Z, SUM_Z),
-    ),
-    "running_total_over_features": (
-        "The running total of the keys runs over their features, not over time.",
-        (SUM_Z, "k.cumsum(dim=-1)"),
     ),
     "s_turned_round": (
         "S is turned round, (d_v, d). A query can be multiplied by φ(k)ᵀv, (d, d_v).",
