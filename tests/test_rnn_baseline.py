@@ -14,25 +14,20 @@ from solutions.rnn_baseline import (
 )
 from tests.answers import fails, passes
 from utils.data import recall_batch
-from utils.probe import probe, probe_ids
+from utils.probe import probe
 
 # The references against PyTorch's own modules -----------------------------------------
 
 
-def test_rnn_is_torchs_layer():
-    layer = nn.RNN(3, 5, batch_first=True).double()
-    x, h0 = probe(2, 6, 3).double(), probe(2, 5, seed=1).double()
-    b = layer.bias_ih_l0 + layer.bias_hh_l0
-    states = rnn(x, h0, layer.weight_ih_l0.T, layer.weight_hh_l0.T, b)
-    torch.testing.assert_close(states, layer(x, h0[None])[0])
-
-
-def test_lstm_cell_is_torchs_cell():
-    cell = nn.LSTMCell(3, 5).double()
-    x, h, c = (probe(2, n, seed=n).double() for n in (3, 5, 5))
-    b = cell.bias_ih + cell.bias_hh
-    actual = lstm_cell(x, h, c, cell.weight_ih.T, cell.weight_hh.T, b)
-    torch.testing.assert_close(actual, cell(x, (h, c)))
+def test_rnn_and_lstm_cell_are_torchs_layers():
+    x, h, c = (probe(2, *size).double() for size in ((6, 3), (5,), (5,)))
+    layer, cell = nn.RNN(3, 5, batch_first=True).double(), nn.LSTMCell(3, 5).double()
+    w_x, w_h, b_x, b_h = layer.parameters()
+    states = rnn(x, h, w_x.T, w_h.T, b_x + b_h)
+    torch.testing.assert_close(states, layer(x, h[None])[0])
+    w_x, w_h, b_x, b_h = cell.parameters()
+    actual = lstm_cell(x[:, 0], h, c, w_x.T, w_h.T, b_x + b_h)
+    torch.testing.assert_close(actual, cell(x[:, 0], (h, c)))
 
 
 def test_language_model_learns():
@@ -48,12 +43,7 @@ def test_language_model_learns():
     assert loss < 0.1
 
 
-def test_language_model_takes_ids_of_any_integer_dtype():
-    model, ids = RNNLanguageModel(11, 3, 5), probe_ids(2, 4, below=11)
-    torch.testing.assert_close(model(ids), model(ids.int()))
-
-
-def test_recall_batch_can_be_answered():
+def test_recall_batch_can_be_answered_and_has_enough_keys():
     pairs, answers = recall_batch(50, 6, 9, 4, torch.Generator().manual_seed(0))
     assert pairs.shape == (50, 7, 2) and answers.shape == (50,)
     for row, answer in zip(pairs.tolist(), answers.tolist(), strict=True):
@@ -62,9 +52,6 @@ def test_recall_batch_can_be_answered():
         assert len(table) == 6 and which == 4
         assert table[key] == answer
         assert set(table) <= set(range(9)) and set(table.values()) <= set(range(4))
-
-
-def test_recall_batch_refuses_more_items_than_keys():
     with pytest.raises(ValueError, match=r"5.*4"):
         recall_batch(2, 5, 4, 3)
 
@@ -80,17 +67,11 @@ def cell_in_float64(*inputs):
     "answer",
     [
         lambda x, h, u, w, b: (torch.cat([x, h], -1) @ torch.cat([u, w]) + b).tanh(),
-        lambda x, h, u, w, b: torch.tanh(F.linear(x, u.T, b) + F.linear(h, w.mT)),
         lambda x, *rest: cell_in_float64(x, *rest).to(x.dtype),
-        lambda x, h, u, w, b: torch.tanh(
-            (x[:, :, None] * u).sum(1) + (h[:, :, None] * w).sum(1) + b[None, :]
-        ),
         lambda x, h, u, w, b: torch.stack(
             [torch.tanh(u.T @ x[i] + w.T @ h[i] + b) for i in range(len(x))]
         ),
         lambda x, h, u, w, b: 2 * torch.sigmoid(2 * (x @ u + h @ w + b)) - 1,
-        lambda x, h, u, w, b: torch.addmm(torch.addmm(b, h, w), x, u).tanh(),
-        lambda x, h, u, w, b: torch.tanh(u.T @ x.T + w.T @ h.T + b[:, None]).T,
     ],
 )
 def test_other_right_cells(answer):
@@ -105,28 +86,8 @@ def rnn_buffer(x, h0, w_x, w_h, b):
     return states
 
 
-def rnn_inputs_first(x, h0, w_x, w_h, b):
-    h, states = h0, []
-    for step in (x @ w_x + b).unbind(1):
-        h = torch.tanh(step + h @ w_h)
-        states.append(h[:, None])
-    return torch.cat(states, dim=1)
-
-
-def rnn_by_sequence(x, h0, *weights):
-    rows = []
-    for i in range(len(x)):
-        h, states = h0[i], []
-        for step in x[i]:
-            h = rnn_cell(step, h, *weights)
-            states.append(h)
-        rows.append(torch.stack(states))
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("answer", [rnn_buffer, rnn_inputs_first, rnn_by_sequence])
-def test_other_right_sequences(answer):
-    passes(answer, "rnn")
+def test_a_right_sequence_in_a_buffer():
+    passes(rnn_buffer, "rnn")
 
 
 def lstm(sums=lambda x, h, u, w, b: x @ u + h @ w + b, cut=None, gate=torch.sigmoid):
@@ -157,9 +118,6 @@ def four_products(x, h, w_x, w_h, b):
     [
         lstm(),
         lstm(four_products),
-        lstm(lambda x, h, u, w, b: torch.cat([x, h], 1) @ torch.cat([u, w]) + b),
-        lstm(cut=lambda z: z.T.unflatten(0, (4, -1)).mT),
-        lstm(cut=lambda z: z.split(z.shape[1] // 4, dim=1)),
         lstm(cut=lambda z: z.view(len(z), 4, -1).unbind(1)),
         lstm(gate=lambda z: (1 + (z / 2).tanh()) / 2),
         lstm_own_memory_in_place,
@@ -167,13 +125,6 @@ def four_products(x, h, w_x, w_h, b):
 )
 def test_other_right_lstms(answer):
     passes(answer, "lstm_cell")
-
-
-def reach_of_ones(layer, x):
-    leaf = x.detach().clone().requires_grad_(True)
-    y = layer(leaf)[:, -1, :]
-    (g,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-    return g.pow(2).sum(-1).sqrt().mean(0)
 
 
 def reach_inputs_only(layer, x):
@@ -198,7 +149,7 @@ def reach_puts_gradients_back(layer, x):
 
 
 @pytest.mark.parametrize(
-    "answer", [reach_of_ones, reach_inputs_only, reach_func, reach_puts_gradients_back]
+    "answer", [reach_inputs_only, reach_func, reach_puts_gradients_back]
 )
 def test_other_right_reaches(answer):
     passes(answer, "gradient_reach")
@@ -224,15 +175,15 @@ class Loop(RNNLanguageModel):
 class ParameterHead(RNNLanguageModel):
     """The head as a bare matrix, under the name that its weight would have."""
 
-    def __init__(self, vocab_size, d_model, d_hidden):
-        super().__init__(vocab_size, d_model, d_hidden)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        weight = self.head.weight
         del self.head
-        self.head = nn.Parameter(torch.randn(vocab_size, d_hidden) / d_hidden**0.5)
+        self.head = weight
 
     def forward(self, ids):
-        x = self.embedding(ids)
-        h0 = x.new_zeros(len(x), len(self.b))
-        return rnn(x, h0, self.w_x, self.w_h, self.b) @ self.head.T
+        h0 = self.b.new_zeros(len(ids), len(self.b))
+        return rnn(self.embedding(ids), h0, self.w_x, self.w_h, self.b) @ self.head.T
 
 
 def starting(change):
@@ -260,40 +211,22 @@ def test_other_right_models(answer):
 # Wrong answers that no fault lists, or in another form than the fault -----------------
 
 
-def rnn_missing_the_first_input(x, h0, *weights):
-    h = h0
-    states = [h]
-    for t in range(1, x.size(1)):
-        h = rnn_cell(x[:, t], h, *weights)
-        states.append(h)
-    return torch.stack(states, dim=1)
-
-
 KEPT = {}
 
 
 def rnn_remembers(x, h0, *weights):
-    h = KEPT.get(h0.shape, h0)
-    states = rnn(x, h if h.dtype == x.dtype else h0, *weights)
-    KEPT[h0.shape] = states[:, -1].detach()
+    key = h0.shape, h0.dtype
+    KEPT[key] = states = rnn(x, KEPT.get(key, h0[:, None])[:, -1].detach(), *weights)
     return states
 
 
-def rnn_out_of_its_buffer(x, h0, *weights):
-    states = x.new_zeros(len(x), x.shape[1] + 1, h0.shape[1])
-    states[:, 0] = h0
-    for t in range(x.shape[1]):
-        states[:, t + 1] = rnn_cell(x[:, t], states[:, t], *weights)
-    return states[:, 1:]
-
-
-def reach_by(number, average=lambda norms: norms.mean(0), **how):
+def reach_by(number=torch.sum, average=torch.mean, **how):
     """The reach of another number of the last output, or averaged in another way."""
 
     def reach(layer, x):
         leaf = x.detach().requires_grad_()
         (g,) = torch.autograd.grad(number(layer(leaf)[:, -1]), leaf, **how)
-        return average(g.norm(dim=-1))
+        return average(g.norm(dim=-1), 0)
 
     return reach
 
@@ -305,55 +238,40 @@ def reach_clears_gradients(layer, x):
     return reach
 
 
-def reach_unmarks_x(layer, x):
-    x.requires_grad_()
-    (g,) = torch.autograd.grad(layer(x)[:, -1].sum(), x)
-    x.requires_grad_(False)
-    return g.norm(dim=-1).mean(0)
-
-
 @pytest.mark.parametrize(
-    ("name", "answer", "fault"),
+    ("name", "answer"),
     [
-        ("rnn_cell", cell_in_float64, None),  # where float32 came in
-        ("rnn_cell", lambda x, h, u, w, b: torch.tanh(x @ u + h[:1] @ w + b), None),
-        ("rnn_cell", lambda *inputs: rnn_cell(*inputs).detach(), None),
-        ("rnn", rnn_missing_the_first_input, "h0_for_the_first_step"),
-        (
-            "rnn",
-            lambda x, *rest: rnn(x * (torch.arange(x.shape[1]) < 30)[:, None], *rest),
-            None,
-        ),
-        ("rnn", rnn_remembers, "state"),
-        ("rnn", rnn_out_of_its_buffer, None),
-        ("rnn", lambda x, *rest: rnn(x.roll(-1, 1), *rest), None),
-        ("rnn", lambda *inputs: (rnn(*inputs), 0), None),
-        ("lstm_cell", lstm(gate=F.hardsigmoid), None),
-        ("lstm_cell", lambda x, h, c, *w: lstm_cell(x, h, c.clamp(-9, 9), *w), None),
-        ("lstm_cell", lambda *inputs: torch.stack(lstm_cell(*inputs)), None),
-        ("lstm_cell", lambda x, h, c, *w: (lstm_cell(x, h, c, *w)[0], c), None),
-        ("gradient_reach", lambda layer, x: gradient_reach(layer, x[:1]), None),
-        ("gradient_reach", reach_by(torch.sum, lambda n: n.amax(0)), None),
-        ("gradient_reach", reach_by(torch.sum, create_graph=True), None),
-        ("gradient_reach", reach_by(lambda y: y.abs().sum()), None),
-        ("gradient_reach", reach_by(lambda y: y[:, 0].sum()), None),
-        ("gradient_reach", reach_clears_gradients, None),
-        ("gradient_reach", reach_unmarks_x, None),
+        ("rnn_cell", cell_in_float64),  # where float32 came in
+        ("rnn_cell", lambda x, h, u, w, b: torch.tanh(x @ u + h[:1] @ w + b)),
+        ("rnn", lambda x, *w: rnn(torch.cat([x[:, :30], 0 * x[:, 30:]], 1), *w)),
+        ("lstm_cell", lstm(gate=F.hardsigmoid)),
+        ("lstm_cell", lambda x, h, c, *w: lstm_cell(x, h, c.clamp(-9, 9), *w)),
+        ("lstm_cell", lambda x, h, c, *w: (lstm_cell(x, h, c, *w)[0], c)),
+        ("gradient_reach", lambda layer, x: gradient_reach(layer, x[:1])),
+        ("gradient_reach", reach_by(average=torch.amax)),
+        ("gradient_reach", reach_by(create_graph=True)),
+        ("gradient_reach", reach_by(lambda y: y.abs().sum())),
     ],
 )
-def test_other_wrong_answers(name, answer, fault):
-    assert fails(answer, name).fault == fault
+def test_other_wrong_answers(name, answer):
+    assert fails(answer, name).fault is None
 
 
-class EmbeddingDetached(RNNLanguageModel):
-    def forward(self, ids):
-        x = self.embedding(ids).detach()
-        h0 = x.new_zeros(len(x), len(self.b))
-        return self.head(rnn(x, h0, self.w_x, self.w_h, self.b))
+# What the learner reads ---------------------------------------------------------------
 
 
-def second_bias(model, d_model, d_hidden):
-    model.b_2 = nn.Parameter(torch.zeros(d_hidden))
+def output_gate_left_out(*inputs):
+    c = lstm_cell(*inputs)[1]
+    return torch.tanh(c), c
+
+
+def layers_for_matrices(model, d_model, d_hidden):
+    del model.w_x
+    model.w_x = nn.Linear(d_model, d_hidden)
+
+
+def x_scaled_by_d_hidden(model, d_model, d_hidden):
+    model.w_x.normal_(std=d_hidden**-0.5)
 
 
 def drawn(name, scale):
@@ -361,51 +279,21 @@ def drawn(name, scale):
     return starting(lambda model, *_: model.get_parameter(name).normal_(std=scale))
 
 
-def x_scaled_by_d_hidden(model, d_model, d_hidden):
-    model.w_x.normal_(std=d_hidden**-0.5)
-
-
 @pytest.mark.parametrize(
-    ("answer", "fault"),
+    ("name", "answer", "said"),
     [
-        (EmbeddingDetached, None),
-        (starting(second_bias), None),
-        (starting(x_scaled_by_d_hidden), "w_x_scale_not_of_d_model"),
-        (drawn("w_x", 0.2), "w_x_scale_not_of_d_model"),
-        (drawn("w_x", 1.5), "w_x_unscaled"),
-        (drawn("w_x", 0.005), "w_x_too_small"),
-        (drawn("w_h", 0.8), "w_h_unscaled"),
-        (drawn("w_h", 0.02), "w_h_too_small"),
-        (drawn("w_h", 0.25), "w_h_scale_fixed"),
-        (drawn("head.weight", 1.2), "head_unscaled"),
+        ("rnn", rnn_remembers, "Is something kept from one call to the next"),
+        ("lstm_cell", output_gate_left_out, "`c` is right"),
+        ("gradient_reach", reach_clears_gradients, "parameters held is gone"),
+        # Not that the widths of the layer are exchanged.
+        ("RNNLanguageModel", starting(layers_for_matrices), "`w_x` is a layer"),
+        ("RNNLanguageModel", starting(x_scaled_by_d_hidden), "160 units the columns"),
+        ("RNNLanguageModel", drawn("w_x", 0.005), "40 units the columns"),
+        ("RNNLanguageModel", drawn("w_h", 0.8), "40 units `w_h`"),
+        ("RNNLanguageModel", drawn("w_h", 0.02), "40 units `w_h`"),
+        ("RNNLanguageModel", drawn("w_h", 0.25), "160 units `w_h`"),
+        ("RNNLanguageModel", drawn("head.weight", 1.2), "first logits are too large"),
     ],
 )
-def test_other_wrong_models(answer, fault):
-    assert fails(answer, "RNNLanguageModel").fault == fault
-
-
-# What the learner reads ---------------------------------------------------------------
-
-
-def test_a_linear_layer_for_a_matrix_is_not_told_to_exchange_its_widths():
-    def layers(model, d_model, d_hidden):
-        del model.w_x, model.w_h
-        model.w_x = nn.Linear(d_model, d_hidden)
-        model.w_h = nn.Linear(d_hidden, d_hidden)
-
-    message = fails(starting(layers), "RNNLanguageModel").message
-    assert "`w_x` is a layer" in message and "nn.Parameter" in message
-    assert "width" not in message
-
-
-def test_gradients_that_are_gone_are_no_crash():
-    message = fails(reach_clears_gradients, "gradient_reach").message
-    assert "is gone" in message and "raised" not in message
-
-
-def test_a_right_memory_is_told_apart_from_a_wrong_output():
-    def output_gate_left_out(*inputs):
-        c = lstm_cell(*inputs)[1]
-        return torch.tanh(c), c
-
-    assert "`c` is right" in fails(output_gate_left_out, "lstm_cell").message
+def test_what_is_wrong_is_told(name, answer, said):
+    assert said in fails(answer, name).message

@@ -31,18 +31,8 @@ rnn_cell.fault(
     "course, and stand on the left of a matrix.",
     ("w_x", "w_x.T"),
 )
-rnn_cell.fault(
-    "w_x_on_the_left",
-    "`w_x` stands on the left of the input. Rows are vectors in this course: the batch "
-    "stands on the left, its matrix on the right.",
-    ("x @ w_x", "w_x @ x"),
-)
 rnn_cell.fault("no_bias", "The bias is not added.", (" + b", ""))
-rnn_cell.fault(
-    "no_state",
-    "The old state does not enter. A cell like this forgets everything at each step.",
-    (" + h @ w_h", ""),
-)
+rnn_cell.fault("no_state", "The old state does not enter.", (" + h @ w_h", ""))
 rnn_cell.fault("no_input", "The input `x` does not enter.", ("x @ w_x + ", ""))
 rnn_cell.fault(
     "bias_outside",
@@ -60,31 +50,10 @@ rnn_cell.fault(
     ("h @ w_h", "h"),
 )
 rnn_cell.fault(
-    "tanh_by_hand",
-    "This tanh is built from exponentials. They overflow for large sums, and inf/inf "
-    "is NaN.",
-    (
-        f"return {SQUASHED}",
-        f"z = {SUM}\n    return (z.exp() - (-z).exp()) / (z.exp() + (-z).exp())",
-    ),
-)
-rnn_cell.fault(
-    "tanh_from_one_exponential",
-    "This tanh is built from an exponential that overflows for large sums. The value "
-    "is still right, but the gradient is infinity times 0, NaN.",
-    (SQUASHED, f"1 - 2 / ((2 * ({SUM})).exp() + 1)"),
-)
-rnn_cell.fault(
     "joined_in_two_orders",
     "Input and state are joined in one order and their matrices in the other, so that "
     "rows of `w_x` meet numbers of the state. The shapes fit either way.",
     (SUM, "torch.cat([h, x], dim=-1) @ torch.cat([w_x, w_h]) + b"),
-)
-rnn_cell.fault(
-    "state_detached",
-    "The old state is cut from the graph. Then no step can learn what it should have "
-    "kept for a later one.",
-    ("h @", "h.detach() @"),
 )
 
 # rnn ----------------------------------------------------------------------------------
@@ -100,15 +69,14 @@ rnn.fault(
 )
 rnn.fault(
     "view_instead_of_transpose",
-    "The states are `(T, B, H)` in memory and only renamed `(B, T, H)` with view or "
-    "reshape. That keeps the order in memory, so the states of different sequences are "
-    "mixed up.",
+    "The states are `(T, B, H)` in memory and only renamed `(B, T, H)`: view and "
+    "reshape keep the order in memory, so the states of different sequences are mixed.",
     (STACKED, "torch.stack(states).view(len(x), x.shape[1], -1)"),
 )
 rnn.fault(
     "input_view_instead_of_transpose",
-    "The input is turned into `(T, B, D)` with view or reshape. That renames the "
-    "dimensions without moving a number, so steps of different sequences are mixed up.",
+    "The input is only renamed `(T, B, D)`: view and reshape move no number, so steps "
+    "of different sequences are mixed up.",
     (f"t in {STEPS}", "step in x.reshape(x.shape[1], len(x), -1)"),
     ("x[:, t]", "step"),
 )
@@ -118,14 +86,6 @@ rnn.fault(
     "counts sequences. The cell needs one input of every sequence at each step.",
     (f"t in {STEPS}", "each in x"),
     ("x[:, t]", "each"),
-)
-rnn.fault(
-    "buffer_like_the_input",
-    "The states are written into a buffer of the input's shape, `(B, T, D)`. A state "
-    "has H numbers.",
-    ("h0, []", "h0, torch.zeros_like(x)"),
-    ("states.append(h)", "states[:, t] = h"),
-    (STACKED, "states"),
 )
 rnn.fault(
     "h0_ignored",
@@ -153,49 +113,24 @@ rnn.fault(
     (STEPS, "range(1, x.shape[1])"),
 )
 rnn.fault(
-    "backwards",
-    "The sequence is read from its end, so that every state has seen the future.",
-    (STEPS, "reversed(range(x.shape[1]))"),
-    (STACKED, "torch.stack(states[::-1], dim=1)"),
-)
-rnn.fault(
-    "first_step_repeated",
-    "Every step reads the first input. The step number must choose it.",
-    ("x[:, t]", "x[:, 0]"),
-)
-rnn.fault(
     "detached_between_steps",
-    "The state is cut from the graph between two steps. The values are right, but no "
-    "gradient passes more than one step back, so nothing distant can be learned.",
+    "The state is cut from the graph between two steps: the values are right, but no "
+    "gradient passes, so nothing distant can be learned.",
     ("states.append(h)", "states.append(h)\n        h = h.detach()"),
 )
-rnn.inherits(
-    rnn_cell, "no_tanh", "w_h_transposed", "no_bias", "bias_outside", "state_detached"
-)
+rnn.inherits(rnn_cell, "no_tanh", "w_h_transposed", "no_bias", "bias_outside")
 
 # lstm_cell ----------------------------------------------------------------------------
 
-SUMS = f"({SUM}).chunk(4, dim=-1)"
-MEMORY = "torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)"
 SHOWN = "torch.sigmoid(o) * torch.tanh(c)"
 
-lstm_cell.fault(
-    "order_ifog",
-    "The last two blocks are exchanged: this is i, f, o, g. Here the candidate g comes "
-    "third and the output gate last.",
-    ("i, f, g, o", "i, f, o, g"),
-)
-lstm_cell.fault(
-    "order_figo",
-    "Input and forget gate are exchanged: the first block is i, the second f.",
-    ("i, f, g, o", "f, i, g, o"),
-)
-lstm_cell.fault(
-    "order_fiog",
-    "The blocks are taken as f, i, o, g, the order in which many texts list the gates. "
-    "Here it is i, f, g, o.",
-    ("i, f, g, o", "f, i, o, g"),
-)
+for order in ("i, f, o, g", "f, i, g, o", "f, i, o, g"):
+    lstm_cell.fault(
+        f"order_{order.replace(', ', '')}",
+        f"The blocks are taken as {order}. Here the order is i, f, g, o: input gate, "
+        "forget gate, candidate, output gate.",
+        ("i, f, g, o", order),
+    )
 lstm_cell.fault(
     "interleaved",
     "The gates are taken from every fourth column. They are four blocks, each of H "
@@ -216,9 +151,8 @@ lstm_cell.fault(
 )
 lstm_cell.fault(
     "blocks_by_view",
-    "The sums are renamed `(4, B, H)` with view or reshape. That keeps the order in "
-    "memory, where the four blocks of one row follow each other, so gates and "
-    "sequences are mixed up.",
+    "The sums are only renamed `(4, B, H)`: view and reshape keep the order in memory, "
+    "row by row, so gates and sequences are mixed up.",
     (".chunk(4, dim=-1)", ".view(4, len(x), -1)"),
 )
 lstm_cell.fault(
@@ -229,7 +163,8 @@ lstm_cell.fault(
 lstm_cell.fault(
     "h_from_old_memory",
     "h is computed from the memory before the step. It shows the new one.",
-    (f"c = {MEMORY}\n    return {SHOWN}, c", f"return {SHOWN}, {MEMORY}"),
+    ("c = torch.sigmoid(f) * c", "old, c = c, torch.sigmoid(f) * c"),
+    ("torch.tanh(c)", "torch.tanh(old)"),
 )
 lstm_cell.fault(
     "h_without_tanh",
@@ -255,20 +190,18 @@ lstm_cell.fault(
 )
 lstm_cell.fault(
     "memory_squashed",
-    "The memory itself is squashed by the tanh at each step. Only what is shown is; "
-    "the memory is carried on as it is, which is what lets a gradient through.",
+    "The memory itself is squashed by the tanh at each step. Only what is shown is: "
+    "the memory is carried on as it is, which lets a gradient through.",
     (f"{SHOWN}, c", f"{SHOWN}, torch.tanh(c)"),
 )
 lstm_cell.fault(
     "no_forget_gate",
-    "The old memory is kept in full: the forget gate is missing. The LSTM of 1997 was "
-    "like that; the gate came in 2000.",
+    "The old memory is kept in full: the forget gate is missing.",
     ("torch.sigmoid(f) * c", "c"),
 )
 lstm_cell.fault(
     "no_input_gate",
-    "The candidate is written in full: the input gate, which says how much of it, is "
-    "missing.",
+    "The candidate is written in full: the input gate is missing.",
     ("torch.sigmoid(i) * ", ""),
 )
 lstm_cell.fault(
@@ -285,23 +218,9 @@ lstm_cell.fault(
     "shown, not the memory.",
     ("h @ w_h", "c @ w_h"),
 )
-lstm_cell.fault(
-    "sigmoid_by_hand",
-    "The sigmoid is built from an exponential. Far below zero that overflows: the "
-    "value is still right, its gradient is NaN.",
-    (MEMORY, "1 / (1 + (-f).exp()) * c + 1 / (1 + (-i).exp()) * torch.tanh(g)"),
-    ("torch.sigmoid(o)", "1 / (1 + (-o).exp())"),
-)
-lstm_cell.fault(
-    "memory_detached",
-    "The memory is cut from the graph. It is the very path on which a gradient travels "
-    "far.",
-    ("torch.sigmoid(f) * c", "torch.sigmoid(f) * c.detach()"),
-)
 
 # gradient_reach -----------------------------------------------------------------------
 
-LAST = "layer(x)[:, -1].sum()"
 REACH = "gradient.norm(dim=-1).mean(dim=0)"
 
 gradient_reach.fault(
@@ -312,17 +231,9 @@ gradient_reach.fault(
 )
 gradient_reach.fault(
     "x_not_marked",
-    "Nothing asks for gradients where the layer runs, so no graph is recorded and "
-    "there is nothing to go back through. `detach()` gives a tensor without history, "
-    "which does not ask yet: mark it before it goes into the layer.",
+    "Nothing asks for gradients where the layer runs, so there is no graph to go back "
+    "through. `detach()` gives a tensor that does not ask yet: mark it first.",
     (".requires_grad_()", ""),
-)
-gradient_reach.fault(
-    "not_added_up",
-    "What is differentiated, the first argument of `torch.autograd.grad`, has many "
-    "numbers; it must be a single one. Add up the last output, over the batch and the "
-    "features.",
-    (".sum()", ""),
 )
 gradient_reach.fault(
     "all_outputs",
@@ -331,22 +242,10 @@ gradient_reach.fault(
     ("[:, -1]", ""),
 )
 gradient_reach.fault(
-    "first_output",
-    "The first output is taken instead of the last: it cannot depend on what comes "
-    "later.",
-    ("[:, -1]", "[:, 0]"),
-)
-gradient_reach.fault(
     "last_sequence",
     "The last sequence of the batch is taken, `[-1]`, instead of the last step of "
     "each.",
     ("[:, -1]", "[-1]"),
-)
-gradient_reach.fault(
-    "mean_of_last",
-    "The gradient is that of a mean over the batch and its features. `sum()` is asked "
-    "for; the average over the batch is taken of the norms, at the end.",
-    (".sum()", ".mean()"),
 )
 gradient_reach.fault(
     "norm_over_the_batch",
@@ -360,43 +259,17 @@ gradient_reach.fault(
     "opposite directions then cancel.",
     (REACH, "gradient.mean(dim=0).norm(dim=-1)"),
 )
-gradient_reach.fault(
-    "norm_over_time",
-    "The norm is taken over time, so there is one number for each feature. It is taken "
-    "over the features, for each step.",
-    ("norm(dim=-1)", "norm(dim=1)"),
-)
-gradient_reach.fault(
-    "root_after_the_mean",
-    "The squares are averaged over the batch and the root is taken last. The average "
-    "is one of norms, so the root comes first.",
-    (REACH, "gradient.square().sum(dim=-1).mean(dim=0).sqrt()"),
-)
-gradient_reach.fault(
-    "eval_mode",
-    "The layer is put into eval mode. It is the caller's, and is measured in the mode "
-    "that it is in.",
-    ("layer(x)", "(layer.eval() if isinstance(layer, nn.Module) else layer)(x)"),
-)
 
 # RNNLanguageModel ---------------------------------------------------------------------
 
 SCALE = " / d_model**0.5"
 ORTHOGONAL = "nn.init.orthogonal_(torch.empty(d_hidden, d_hidden))"
-START = "x.new_zeros(len(ids), len(self.b))"
-NORMAL = "torch.randn(d_hidden, d_hidden)"
 
 RNNLanguageModel.fault(
     "last_only",
     "Logits come back for the last token only. In training every token predicts the "
     "one after it.",
     ("self.head(states)", "self.head(states[:, -1])"),
-)
-RNNLanguageModel.fault(
-    "probabilities",
-    "The logits go through a softmax. The loss of lesson 09 takes one itself, and two "
-    "of them flatten the gradient.",
-    ("self.head(states)", "self.head(states).softmax(-1)"),
 )
 RNNLanguageModel.fault(
     "scaled_after_wrapping",
@@ -419,58 +292,6 @@ RNNLanguageModel.fault(
     "something of the weights' dtype: the embedded tokens, or a parameter.",
     ("x.new_zeros", "ids.new_zeros"),
 )
-RNNLanguageModel.fault(
-    "w_h_unscaled",
-    "`w_h` starts too large, with a standard deviation of 1 for instance. Each state "
-    "is then a sum of H numbers of that size, the tanh saturates, and its gradient is "
-    "gone from the start.",
-    (ORTHOGONAL, NORMAL),
-)
-RNNLanguageModel.fault(
-    "w_h_too_small",
-    "`w_h` starts too small. The next state then keeps next to nothing of the last "
-    "one, and the gradient fades within a step or two. Which size gives a sum of H "
-    "numbers the size of one of them?",
-    (ORTHOGONAL, f"0.01 * {NORMAL}"),
-)
-RNNLanguageModel.fault(
-    "w_h_scale_fixed",
-    "`w_h` starts at a scale that does not fall as H grows. Each number of the next "
-    "state is a sum over H numbers, so the scale must fall with the root of H.",
-    (ORTHOGONAL, f"0.22 * {NORMAL}"),
-)
-RNNLanguageModel.fault(
-    "w_x_unscaled",
-    "`w_x` starts too large, with a standard deviation of 1 for instance. The sum over "
-    "the D numbers of a token is then much larger than one of them, and the tanh "
-    "saturates.",
-    (SCALE, ""),
-)
-RNNLanguageModel.fault(
-    "w_x_too_small",
-    "`w_x` starts too small, so that a token hardly moves the state. Which size gives "
-    "a sum of D numbers the size of one of them?",
-    (SCALE, " / 100"),
-)
-RNNLanguageModel.fault(
-    "w_x_scale_not_of_d_model",
-    "The scale of `w_x` does not fall enough as D grows. A sum over the D numbers of a "
-    "token grows with the root of D, so it is D that counts, not H.",
-    (SCALE, SCALE.replace("d_model", "d_hidden")),
-)
-RNNLanguageModel.fault(
-    "w_x_divided_by_d_model",
-    "`w_x` starts smaller and smaller as D grows: divided by D itself, for instance. A "
-    "sum of D numbers grows with the root of D.",
-    (SCALE, " / d_model"),
-)
-RNNLanguageModel.fault(
-    "head_unscaled",
-    "`head` starts too large, with a standard deviation of 1 for instance. Each logit "
-    "is a sum over H numbers, so a new model is sure of what it cannot know. "
-    "`nn.Linear` starts at a size that fits.",
-    ("bias=False)", "bias=False)\n        nn.init.normal_(self.head.weight)"),
-)
 RNNLanguageModel.inherits(
-    rnn, "states_before", "backwards", "always_from_h0", "detached_between_steps"
+    rnn, "states_before", "always_from_h0", "detached_between_steps"
 )
