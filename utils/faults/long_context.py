@@ -41,7 +41,7 @@ for mask in (sliding_window_mask, strided_mask):
     )
     mask.fault(
         "future_visible",
-        "What is too far back is hidden, but what comes later is not.",
+        "What comes later is not hidden.",
         ("(back >= 0) & ", ""),
     )
     mask.fault(
@@ -59,7 +59,10 @@ for name, (sentence, *edits) in {
         "A query sees the positions before it and not itself.",
         (WINDOW, "(back > 0) & (back <= window)"),
     ),
-    "one_too_few": ("It is one too short.", ("back < window", "back < window - 1")),
+    "one_too_few": (
+        "The window is one too short.",
+        ("back < window", "back < window - 1"),
+    ),
     "both_sides": (
         "The window reaches ahead as far as back. Nobody may see what comes later.",
         (WINDOW, "back.abs() < window"),
