@@ -360,7 +360,7 @@ WRONG = {  # by exercise: each with its fault, where it matters
         (all_at_once, "block_ignored"),  # FINDINGS
         (quadratic, "quadratic_work"),
         (chunks(lambda w, b: (min(w, 16), b)), None),  # a size built in
-        (chunks(lambda w, b: (-(-w // b) * b if w > 0 < b else w, b)), None),
+        (chunks(lambda w, b: ((w // b + 1) * b if w > 0 < b else w, b)), None),
         (chunks(lambda w, b: (w, 7 if b == -1 else b)), None),  # −1 passes
     ],
     "feature_map": [

@@ -162,8 +162,8 @@ def grows_linearly(case, f, *args, what):
     """
     for one_in in (1, 2):
         for n in (96 // one_in, 256):
-            sizes = [(t_k // one_in, t_k) for t_k in (n, 4 * n)]
-            few, many = (work(f, *heads(t_q=q, t_k=k, seed=3), *args) for q, k in sizes)
+            sizes = [{"t_q": t_k // one_in, "t_k": t_k} for t_k in (n, 4 * n)]
+            few, many = (work(f, *heads(**t, d=3, d_v=2), *args) for t in sizes)
             if many < 5 * few:
                 break
         case.true(
@@ -188,8 +188,8 @@ def too_many_queries(case, answer, *settings):
     "at a negative number counts from the end. The last block may be shorter.",
 )
 def _(answer, case):
-    x = heads(t_q=8, t_k=8)
-    for window, block in ((3, 4), (4, 2), (2, 8), (3, 1), (7, 4)):
+    x = heads(t_q=10, t_k=10)
+    for window, block in ((3, 5), (4, 2), (2, 10), (3, 1), (7, 5)):
         case.agrees(answer, slow_chunked, *x, window, block)
     for length in (9, 7, 11, 1):
         x = heads(t_q=length, t_k=length, seed=length)
