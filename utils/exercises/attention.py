@@ -2,11 +2,11 @@
 
 import math
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from utils.check.exercise import Exercise
 from utils.check.inputs import in_float64
@@ -43,17 +43,42 @@ def slow_attention(q, k, v, mask=None):
 
 def slow_causal(t_q, t_k):
     """Row = query, column = key, the queries being the last of the positions."""
-    return torch.tensor([[j <= i + t_k - t_q for j in range(t_k)] for i in range(t_q)])
+    rows = [[j <= i + t_k - t_q for j in range(t_k)] for i in range(t_q)]
+    return torch.tensor(rows, dtype=torch.bool).view(t_q, t_k)
+
+
+def slow_padding(lengths, t_k):
+    return torch.tensor([[[[j < n for j in range(t_k)]]] for n in lengths.tolist()])
+
+
+def slow_layer(x, mask=None, *, w_q, w_k, w_v):
+    return slow_attention(x @ w_q.mT, x @ w_k.mT, x @ w_v.mT, mask)
 
 
 # Inputs -------------------------------------------------------------------------------
 
 
-def queries_and_keys(*lead, t_q, t_k, d_head, seed=0, dtype=torch.float32):
+def queries_and_keys(*lead, t_q=4, t_k=5, d_head=7, seed=0, dtype=torch.float32):
     return (
         probe(*lead, t_q, d_head, seed=seed, dtype=dtype),
         probe(*lead, t_k, d_head, seed=seed + 1, dtype=dtype),
     )
+
+
+def values_of(keys):
+    """Values for these keys, of a width that nothing else has."""
+    *lead, d_head = keys.shape
+    return probe(*lead, d_head + 6, seed=50, dtype=keys.dtype)
+
+
+def at_level(levels):
+    """Queries and keys whose scores lie near `levels`, one for each batch row and key.
+
+    Whole numbers at d_head 16, so that the scores have no rounding error at all.
+    """
+    q, k = (probe(2, n, 16, seed=n).round() for n in (4, 5))
+    q[..., 0], k[..., 0] = 200.0, levels / 50  # the root is 4, so 200·level/50/4
+    return q, k
 
 
 def some_mask(*shape, seed=0):
@@ -64,34 +89,9 @@ def some_mask(*shape, seed=0):
     return mask
 
 
-def whole(*shape, seed=0, size=50):
-    """Whole numbers, so that scores at d_head 16 have no rounding error at all."""
-    return probe(*shape, seed=seed, scale=size).round()
-
-
-def at_level(level, *lead, t_q, t_k, seed=0):
-    """Queries and keys at d_head 16 whose scores all lie near `level`."""
-    q = whole(*lead, t_q, 16, seed=seed, size=1)
-    k = whole(*lead, t_k, 16, seed=seed + 1, size=1)
-    q[..., 0], k[..., 0] = 200.0, level / 50.0  # the root is 4, so 200·level/50/4
-    return q, k
-
-
-HIDDEN_LEVELS = ((0, 10_000), (-30_000, 0), (-30_000, 30_000), (-90_000, 0))
-
-
-def one_hidden(visible, hidden):
-    """Scores near `visible`, but near `hidden` at key 2, which the mask hides."""
-    q, k = at_level(visible, 2, t_q=4, t_k=5, seed=16)
-    k[:, 2, 0] = hidden / 50.0
-    mask = some_mask(4, 5, seed=5)
-    mask[:, 2], mask[2, 3] = False, True
-    return q, k, mask
-
-
-def blind_rows(mask):
-    """The mask with two of its queries looking at nothing."""
-    mask = mask.clone()
+def blind_rows(*shape, seed=0):
+    """Such a mask, with two of its queries looking at nothing."""
+    mask = some_mask(*shape, seed=seed)
     mask[..., 1, :] = False
     mask[0, ..., -1, :] = False
     return mask
@@ -114,25 +114,18 @@ BOTH = (
 )
 
 
-def values_of(keys):
-    """Values for these keys, of a width that nothing else has."""
-    *lead, d_head = keys.shape
-    return probe(*lead, d_head + 6, seed=50, dtype=keys.dtype)
-
-
-def required(sentence, hint="", of_attention=("", "")):
+def required(sentence, hint="", of_attention=()):
     """Decorates `test(answer, case, oracle, given)`, a requirement of both exercises.
 
-    given: what an answer gets for queries and keys. of_attention: another sentence or
+    given: what an answer gets for queries and keys. of_attention: another sentence and
     hint there.
     """
 
     def add(test):
         for exercise, oracle, given in BOTH:
-            other = of_attention if exercise is attention else ("", "")
-            exercise.requires(other[0] or sentence, other[1] or hint)(
-                partial(test, oracle=oracle, given=given)
-            )
+            other = of_attention if exercise is attention else ()
+            words = other or (sentence, hint)
+            exercise.requires(*words)(partial(test, oracle=oracle, given=given))
 
     return add
 
@@ -140,10 +133,9 @@ def required(sentence, hint="", of_attention=("", "")):
 @required(
     "each query's weights are softmax over the keys of q·k divided by the root of "
     "d_head",
-    "Do it for one query and two keys on paper. Which dimension of q meets which of k "
-    "in the product, counted from the end? Which numbers should sum to 1? And what is "
-    "`mask` when nobody hands one in?",
-    (
+    "Do it for one query and two keys on paper. Which dimension of q meets which of k, "
+    "counted from the end? Which numbers should sum to 1? May `mask` be None?",
+    of_attention=(
         "each query gets the values averaged by its attention weights",
         "Shapes: weights (T_q, T_k), values (T_k, d_v), result (T_q, d_v). The scores "
         "are those of the exercise before, and `mask` may be None.",
@@ -161,7 +153,7 @@ def _(answer, case, oracle, given):
 )
 def _(answer, case, oracle, given):
     for lead in ((3,), (2, 3), (2, 5)):
-        q, k = queries_and_keys(*lead, t_q=4, t_k=6, d_head=7, seed=6)
+        q, k = queries_and_keys(*lead, t_k=6, seed=6)
         case.agrees(answer, oracle, *given(q, k))
     q, k = queries_and_keys(2, 5, t_q=3, t_k=3, d_head=3)
     case.agrees(answer, oracle, *given(q, k))
@@ -172,35 +164,27 @@ def _(answer, case, oracle, given):
     "Lesson 00: an exponential needs the row's maximum subtracted first.",
 )
 def _(answer, case, oracle, given):
-    q, k = whole(2, 4, 16), whole(2, 5, 16, seed=1)
+    levels = torch.tensor([[10_000] * 5, [-10_000] * 3 + [-9_000, -10_000]])
+    q, k = at_level(levels.view(2, 5))
     roughly(case, answer, oracle, *given(q, k), tolerance=0.01)
-    for level in (10_000, -10_000):
-        q, k = at_level(level, 2, t_q=4, t_k=5, seed=2)
-        roughly(case, answer, oracle, *given(q, k), tolerance=0.01)
 
 
 @required(
-    "with a mask, a query's weights are softmax over the keys where the mask is True, "
-    "and 0 elsewhere",
+    "with a mask (broadcast if it is smaller), softmax runs over the keys where it is "
+    "True, and the other weights are 0",
     "What would a score have to be, so that its weight comes out as exactly 0?",
-    (
-        "with a mask, the average is over the values where the mask is True",
+    of_attention=(
+        "with a mask (broadcast if it is smaller), the average is over the values where "
+        "it is True",
         "The mask belongs to the weights: hand it on.",
     ),
 )
 def _(answer, case, oracle, given):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=10)
-    case.agrees(answer, oracle, *given(q, k), some_mask(4, 5))
+    q, k = queries_and_keys(2, 3, seed=10)
+    for size in ((4, 5), (2, 1, 1, 5), (2, 1, 4, 5), (2, 3, 4, 5), (1, 5)):
+        case.agrees(answer, oracle, *given(q, k), some_mask(*size))
     q, k = queries_and_keys(t_q=4, t_k=4, d_head=3, seed=12)
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    case.agrees(answer, oracle, *given(q, k), mask=mask)
-
-
-@required("masks of fewer or smaller dimensions are broadcast")
-def _(answer, case, oracle, given):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=14)
-    for i, size in enumerate(((2, 1, 1, 5), (2, 1, 4, 5), (2, 3, 4, 5), (1, 5))):
-        case.agrees(answer, oracle, *given(q, k), some_mask(*size, seed=i))
+    case.agrees(answer, oracle, *given(q, k), mask=slow_causal(4, 4))
 
 
 @required(
@@ -209,8 +193,11 @@ def _(answer, case, oracle, given):
     "for it below every score?",
 )
 def _(answer, case, oracle, given):
-    for visible, hidden in HIDDEN_LEVELS:
-        q, k, mask = one_hidden(visible, hidden)
+    mask = some_mask(4, 5, seed=5)
+    mask[:, 2], mask[2, 3] = False, True
+    for visible, hidden in ((0, 10_000), (-30_000, 30_000), (-90_000, 0)):
+        levels = torch.tensor([visible, visible, hidden, visible, visible])
+        q, k = at_level(levels)
         roughly(case, answer, oracle, *given(q, k), mask, tolerance=0.01)
 
 
@@ -220,55 +207,46 @@ def _(answer, case, oracle, given):
     "order after it.",
 )
 def _(answer, case, oracle, given):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=18)
-    for mask in (
-        blind_rows(some_mask(2, 1, 4, 5, seed=6)),
-        torch.tensor([True, False]).view(2, 1, 1, 1),
-    ):
+    q, k = queries_and_keys(2, 3, seed=18)
+    whole_batch_rows = torch.tensor([True, False]).view(2, 1, 1, 1)
+    for mask in (blind_rows(2, 1, 4, 5, seed=6), whole_batch_rows):
         case.agrees(answer, oracle, *given(q, k), mask)
 
 
 @required(
     "the gradients are right, and finite for a query that may look at nothing too",
-    "A gradient of zeros: is there a `detach()` or a `torch.no_grad()`? NaN: one that is "
-    "replaced after the softmax can still come back through the gradient. Which "
-    "operation lets no gradient through to what it overwrites?",
+    "NaN: one that is replaced after the softmax can still come back through the "
+    "gradient. Which operation lets no gradient through to what it overwrites?",
 )
 def _(answer, case, oracle, given):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
+    q, k = queries_and_keys(2, 3, seed=20)
     case.gradients_agree(answer, oracle, *given(q, k))
-    some = some_mask(2, 1, 4, 5, seed=7)
-    for mask in (some, blind_rows(some)):
-        case.gradients_agree(answer, oracle, *given(q, k), mask)
+    for some in (some_mask, blind_rows):
+        case.gradients_agree(answer, oracle, *given(q, k), some(2, 1, 4, 5, seed=7))
 
 
 @required(
-    "float64, float16, bfloat16 and memory that is not contiguous work too",
+    "other dtypes, memory that is not contiguous and other devices work too",
     "Return the dtype that came in. A constant that suits float32 may not exist in "
     "float16.",
 )
 def _(answer, case, oracle, given):
     mask = some_mask(2, 1, 4, 5, seed=9)
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=21, dtype=torch.float64)
+    q, k = queries_and_keys(2, 3, seed=21, dtype=torch.float64)
     roughly(case, answer, oracle, *given(q, k), mask, tolerance=1e-5)
     for dtype in (torch.float16, torch.bfloat16):
-        half = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=22, dtype=dtype)
-        case.agrees(answer, oracle, *given(*half))
-        case.agrees(answer, oracle, *given(*half), mask)
+        half = given(q.to(dtype), k.to(dtype))
+        case.agrees(answer, oracle, *half)
+        case.agrees(answer, oracle, *half, mask)
     q, k = q.float(), k.float()
     case.agrees(answer, oracle, *map(strided, given(q, k)), mask)
     turned = probe(2, 4, 3, 7, seed=26).transpose(1, 2)
     case.agrees(answer, oracle, *given(turned, k), mask)
-
-
-@required("it creates nothing on another device")
-def _(answer, case, oracle, given):
-    q, k = queries_and_keys(2, 3, t_q=4, t_k=5, d_head=7, seed=20)
     case.any_device(answer, *given(q, k))
-    case.any_device(answer, *given(q, k), some_mask(4, 5))
+    case.any_device(answer, *given(q, k), mask)
 
 
-# The causal mask ----------------------------------------------------------------------
+# Masks --------------------------------------------------------------------------------
 
 
 @causal_mask.requires(
@@ -281,54 +259,24 @@ def _(answer, case):
 
 
 @causal_mask.requires(
-    "with fewer queries than keys, the queries are the last positions",
+    "with fewer queries than keys, however many, the queries are the last positions",
     "The last query sees every key, however many queries there are.",
 )
 def _(answer, case):
-    for t_q, t_k in ((4, 7), (2, 5), (1, 6), (6, 7)):
+    for t_q, t_k in ((4, 7), (2, 5), (1, 6), (6, 7), (3, 2100), (0, 4)):
         case.equal(case.call(answer, t_q, t_k), slow_causal(t_q, t_k), "the mask")
     case.equal(case.call(answer, 3, t_k=3), slow_causal(3, 3), "the mask")
-    none = torch.zeros(0, 4, dtype=torch.bool)
-    case.equal(case.call(answer, 0, 4), none, "the mask for no queries")
 
 
 @causal_mask.requires(
-    "any length works, 2,100 keys too",
-    "Is a size written into your code? Make the mask for the numbers that come in.",
+    "more queries than keys is a ValueError that names both numbers, with 0 keys too"
 )
 def _(answer, case):
-    case.equal(case.call(answer, 3, 2100), slow_causal(3, 2100), "the mask")
-
-
-@causal_mask.requires(
-    "more queries than keys is a ValueError that names both numbers",
-    "Say in the message how many of each there are: whoever reads it has a long day.",
-)
-def _(answer, case):
-    reason = "5 queries cannot be the last of 3 positions"
-    case.raises(ValueError, answer, 5, 3, mentions=(5, 3), because=reason)
-    reason = "12 queries cannot be the last of 11 positions"
-    case.raises(ValueError, answer, 12, t_k=11, mentions=(12, 11), because=reason)
-
-
-@causal_mask.requires(
-    "no keys at all, `t_k` = 0, is not the same as no `t_k`",
-    "0 counts as false in Python. When exactly is `t_k` missing?",
-)
-def _(answer, case):
-    reason = "2 queries cannot be the last of 0 positions"
-    case.raises(ValueError, answer, 2, 0, mentions=(2, 0), because=reason)
-
-
-# The padding mask ---------------------------------------------------------------------
-
-
-LENGTHS = torch.tensor([3, 5, 1])
-
-
-def slow_padding(lengths, t_k):
-    rows = [[[[j < n for j in range(t_k)]]] for n in lengths.tolist()]
-    return torch.tensor(rows)
+    for t_q, t_k in ((5, 3), (12, 11), (2, 0)):
+        reason = f"{t_q} queries cannot be the last of {t_k} positions"
+        case.raises(
+            ValueError, answer, t_q, t_k=t_k, mentions=(t_q, t_k), because=reason
+        )
 
 
 @padding_mask.requires(
@@ -338,96 +286,71 @@ def slow_padding(lengths, t_k):
     "look at the shapes on both sides.",
 )
 def _(answer, case):
-    case.equal(case.call(answer, LENGTHS, 5), slow_padding(LENGTHS, 5), "the mask")
-    pair = torch.tensor([2, 4])
-    case.equal(case.call(answer, pair, 4), slow_padding(pair, 4), "the mask")
-
-
-@padding_mask.requires(
-    "a row of length 0 and a batch of one row work, at any `t_k`",
-    "Does it count on a row that is not empty, on several rows, or on some greatest "
-    "`t_k`?",
-)
-def _(answer, case):
-    sizes = ([0, 4, 7, 2], 7), ([2, 3], 6), ([4], 4), ([0], 3), ([1], 1), ([3], 2100)
-    for lengths, t_k in sizes:
+    for lengths, t_k in (([3, 5, 1], 5), ([2, 4], 4)):
         lengths = torch.tensor(lengths)
         case.equal(
             case.call(answer, lengths, t_k), slow_padding(lengths, t_k), "the mask"
         )
-    lengths = torch.tensor([2, 3], dtype=torch.int32)
-    case.equal(case.call(answer, lengths, t_k=4), slow_padding(lengths, 4), "the mask")
 
 
 @padding_mask.requires(
-    "it works in attention: what stands in the padding changes nothing",
-    "The mask must broadcast over heads and queries: True where the key is real.",
+    "a row of length 0 and a batch of one row work, at any `t_k` and on any device",
+    "Does it count on a row that is not empty, on several rows, or on some greatest "
+    "`t_k`?",
 )
 def _(answer, case):
-    mask = case.call(answer, LENGTHS, 5)
-    q, k = queries_and_keys(3, 2, t_q=4, t_k=5, d_head=7)
-    v = values_of(k)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    alone = F.scaled_dot_product_attention(q[:1], k[:1, :, :3], v[:1, :, :3])
-    case.close(out[:1], alone, "attention with 3 real keys of 5", tolerance=1e-5)
-
-
-@padding_mask.requires("it lies on the device of `lengths`")
-def _(answer, case):
-    case.equal(case.call(answer, LENGTHS, 5), slow_padding(LENGTHS, 5), "the mask")
-    case.any_device(answer, LENGTHS, 5)
+    sizes = ([0, 4, 7, 2], 7), ([2, 3], 6), ([4], 4), ([0], 3), ([3], 2100)
+    for lengths, t_k in sizes:
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        expected = slow_padding(lengths, t_k)
+        case.equal(case.call(answer, lengths, t_k=t_k), expected, "the mask")
+    case.any_device(answer, torch.tensor([3, 5, 1]), 5)
 
 
 # Self-attention -----------------------------------------------------------------------
-
-
-def matrices(d_model, d_head, seed=0):
-    return {
-        name: probe(d_head, d_model, seed=seed + i, scale=0.6)
-        for i, name in enumerate(("w_q", "w_k", "w_v"))
-    }
 
 
 def built(answer, case, d_model=6, d_head=4, seed=60):
     """A module of the learner's with known weights, and those weights."""
     module = case.call(answer, d_model, d_head)
     case.true(
-        isinstance(module, nn.Module),
-        "An object of the class is no `nn.Module`.",
+        isinstance(module, nn.Module), "An object of the class is no `nn.Module`."
     )
-    known = matrices(d_model, d_head, seed)
+    size = (d_head, d_model)
+    case.parameters(module, w_q=size, w_k=size, w_v=size)
+    known = {
+        name: probe(*size, seed=seed + i, scale=0.6)
+        for i, name in enumerate(("w_q", "w_k", "w_v"))
+    }
     return case.load(module, **known), known
 
 
-def slow_layer(x, w_q, w_k, w_v, mask=None):
-    return slow_attention(x @ w_q.mT, x @ w_k.mT, x @ w_v.mT, mask)
-
-
-def layer_agrees(case, module, known, x, mask=None, by_name=False):
-    if mask is None:
-        actual = case.call(module, x)
-    else:
-        actual = (
-            case.call(module, x, mask=mask) if by_name else case.call(module, x, mask)
-        )
-    doubled = {name: w.double() for name, w in known.items()}
-    if mask is not None and mask.dim() == 4:
-        mask = mask[:, 0]  # one head
-    case.close(actual, slow_layer(x.double(), **doubled, mask=mask), like=x)
+def layer_agrees(case, module, known, x, *mask, **by_name):
+    actual = case.call(module, x, *mask, **by_name)
+    weights = in_float64(known)
+    case.close(actual, slow_layer(x.double(), *mask, **by_name, **weights), like=x)
 
 
 @SelfAttention.requires(
-    "it has three linear layers w_q, w_k and w_v from d_model to d_head, without bias",
-    "`super().__init__()` first, then three layers of their own, each an attribute of "
-    "`self`. `nn.Linear` takes the width that comes in, then the width that goes out, "
-    "and adds a bias unless told otherwise.",
+    "it has three linear layers w_q, w_k and w_v from d_model to d_head, without bias, "
+    "each with random weights of its own",
+    "`nn.Linear` takes the width that comes in, then the width that goes out, and adds "
+    "a bias unless told otherwise.",
 )
 def _(answer, case):
     for d_model, d_head in ((6, 4), (3, 5)):
-        size = (d_head, d_model)
-        module = case.call(answer, d_model, d_head)
-        case.parameters(module, w_q=size, w_k=size, w_v=size)
         built(answer, case, d_model, d_head)
+    new = [case.call(answer, 6, 4), case.call(answer, 6, 4)]
+    found = [p.detach() for module in new for p in module.parameters()]
+    case.true(
+        all(p.isfinite().all() and p.std() > 1e-3 for p in found),
+        "Some weights all start with the same value, so they would learn the same.",
+    )
+    pairs = combinations(found, 2)
+    case.true(
+        not any(torch.equal(a, b) for a, b in pairs),
+        "Two layers start with the same weights.",
+    )
 
 
 @SelfAttention.requires(
@@ -436,100 +359,55 @@ def _(answer, case):
     "handed over.",
 )
 def _(answer, case):
-    module, known = built(answer, case)
-    layer_agrees(case, module, known, probe(2, 5, 6, seed=70))
-    module, known = built(answer, case, 3, 5, seed=64)
-    layer_agrees(case, module, known, probe(3, 4, 3, seed=71, scale=2))
-    module, known = built(answer, case, 4, 4, seed=67)
-    layer_agrees(case, module, known, probe(3, 2, 4, seed=72, scale=2))
+    for (d_model, d_head), size in (((6, 4), (2, 5)), ((3, 5), (3, 4))):
+        module, known = built(answer, case, d_model, d_head)
+        layer_agrees(case, module, known, probe(*size, d_model, seed=70))
 
 
 @SelfAttention.requires(
-    "the mask decides who may look at whom, and without one everybody may",
+    "the mask decides who may look at whom",
     "The mask is for `attention`: hand it on.",
 )
 def _(answer, case):
-    module, known = built(answer, case)
     x = probe(2, 5, 6, seed=73)
-    layer_agrees(case, module, known, x, slow_causal(5, 5))
-    layer_agrees(case, module, known, x, some_mask(2, 5, 5, seed=3), by_name=True)
-    layer_agrees(case, module, known, x, some_mask(2, 1, 5, seed=4))
-    layer_agrees(case, module, known, x)
+    for mask in (slow_causal(5, 5), some_mask(2, 1, 5, seed=4), some_mask(2, 5, 5)):
+        module, known = built(answer, case)
+        layer_agrees(case, module, known, x, mask)
 
 
 @SelfAttention.requires(
-    "other lengths and batch sizes, other dtypes, eval() and a second call work too",
+    "a second call, eval(), other sizes, dtypes and devices work too",
     "Nothing about one call may be kept for the next, and eval() changes nothing here.",
 )
 def _(answer, case):
-    module, known = built(answer, case, seed=80)
-    layer_agrees(case, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
-    layer_agrees(case, module, known, probe(3, 7, 6, seed=75), slow_causal(7, 7))
+    module, known = built(answer, case)
+    layer_agrees(case, module, known, probe(2, 5, 6, seed=74), mask=slow_causal(5, 5))
+    layer_agrees(case, module, known, probe(2, 5, 6, seed=75))
+    layer_agrees(case, module, known, probe(1, 7, 6, seed=76), slow_causal(7, 7))
     module.eval()
     layer_agrees(case, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
-    x = probe(1, 2, 6, seed=76)
-    layer_agrees(case, module, known, x)
-    layer_agrees(case, module, known, x)
-    actual = case.call(module.double(), x.double())
-    doubled = {name: w.double() for name, w in known.items()}
-    right = slow_layer(x.double(), **doubled)
-    case.close(actual, right, like=x.double(), tolerance=1e-5)
+    case.any_device(module, probe(2, 5, 6))
+    case.any_device(module, probe(2, 5, 6), slow_causal(5, 5))
+    half = {name: weight.half() for name, weight in known.items()}
+    layer_agrees(case, module.half(), half, probe(2, 5, 6, dtype=torch.float16))
 
 
 @SelfAttention.requires(
     "gradients reach x and every weight, and all is finite where nothing may be seen",
 )
 def _(answer, case):
-    module, known = built(answer, case, seed=83)
-    mask = blind_rows(some_mask(2, 5, 5, seed=5))
+    module, known = built(answer, case)
+    for name, weight in module.named_parameters():
+        trained = weight.requires_grad
+        case.true(trained, f"`{name}` is not trained: it requires no gradient.")
+    names = {
+        name.removesuffix(".weight"): name for name, _ in module.named_parameters()
+    }
+    mask, x = blind_rows(2, 5, 5, seed=5), probe(2, 5, 6, seed=77)
 
-    def run(x):
-        return module(x, mask)
+    def run(x, **weights):
+        replaced = {names[name]: weight for name, weight in weights.items()}
+        return functional_call(module, replaced, (x, mask))
 
-    def oracle(x):
-        return slow_layer(x, **{n: w.double() for n, w in known.items()}, mask=mask)
-
-    x = probe(2, 5, 6, seed=77)
-    case.gradients_agree(run, oracle, x)
     layer_agrees(case, module, known, x, mask)
-    out = case.call(module, x, mask)
-    factors = probe(*out.shape, seed=78)
-    names = [f"{name}.weight" for name in known]
-    found = dict(module.named_parameters())
-    leaves = [found.get(n, found.get(n.removesuffix(".weight"))) for n in names]
-    for name, leaf in zip(names, leaves, strict=True):
-        case.true(
-            leaf.requires_grad, f"`{name}` is not trained: it requires no gradient."
-        )
-    gradients = torch.autograd.grad((out * factors).sum(), leaves, allow_unused=True)
-    truth = {n: w.double().requires_grad_() for n, w in known.items()}
-    expected = torch.autograd.grad(
-        (slow_layer(x.double(), **truth, mask=mask) * factors).sum(),
-        list(truth.values()),
-    )
-    for name, gradient, right in zip(names, gradients, expected, strict=True):
-        case.true(gradient is not None, f"No gradient reaches `{name}`.")
-        case.close(gradient, right, f"the gradient of `{name}`")
-
-
-@SelfAttention.requires(
-    "a new module starts with random weights, different in each layer"
-)
-def _(answer, case):
-    new = [case.call(answer, 6, 4), case.call(answer, 6, 4)]
-    found = [p.detach() for module in new for p in module.parameters()]
-    case.true(
-        all(p.isfinite().all() and p.std() > 1e-3 for p in found),
-        "Some weights all start with the same value, so they would learn the same.",
-    )
-    different = all(
-        not torch.equal(a, b) for i, a in enumerate(found) for b in found[:i]
-    )
-    case.true(different, "Two layers start with the same weights.")
-
-
-@SelfAttention.requires("it creates nothing on another device")
-def _(answer, case):
-    module, _ = built(answer, case)
-    case.any_device(module, probe(2, 5, 6))
-    case.any_device(module, probe(2, 5, 6), slow_causal(5, 5))
+    case.gradients_agree(run, partial(slow_layer, mask=mask), x, **known)
