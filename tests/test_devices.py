@@ -1,10 +1,11 @@
-"""`Trial.any_device`: what would lie on the CPU shows on a machine without a GPU."""
+"""`Case.any_device`: what would lie on the CPU shows on a machine without a GPU."""
 
 import pytest
 import torch
 from torch import nn
 
-from utils.check.case import Explained, Trial
+from utils.check.case import Case
+from utils.check.errors import Explained
 from utils.probe import probe, probe_ids
 
 
@@ -25,7 +26,7 @@ class Shift(nn.Module):
 
 def refused(f, *args, saying="device=x.device"):
     with pytest.raises(Explained) as told:
-        Trial().any_device(f, *args)
+        Case().any_device(f, *args)
     assert saying in str(told.value)
 
 
@@ -75,7 +76,7 @@ def _filled(x):
 @pytest.mark.parametrize("case", ON_THE_INPUTS_DEVICE)
 def test_what_stays_with_its_inputs_passes(case, values):
     f = ON_THE_INPUTS_DEVICE[case]
-    Trial().any_device(with_values(f) if values else f, probe(2, 3))
+    Case().any_device(with_values(f) if values else f, probe(2, 3))
 
 
 @pytest.mark.parametrize("values", [False, True])
@@ -86,7 +87,7 @@ def test_what_lies_on_the_cpu_is_refused(case, values):
 
 
 def test_tables_of_modules_move_as_buffers_only():
-    Trial().any_device(Shift(buffer=True), probe(2, 3))
+    Case().any_device(Shift(buffer=True), probe(2, 3))
     refused(Shift(buffer=False), probe(2, 3))
 
 
@@ -99,11 +100,11 @@ def test_a_text_made_on_the_cpu_is_found():
 
 
 def test_it_leaves_no_trace_and_no_change():
-    trial, x, module = Trial(), probe(2, 3), nn.BatchNorm1d(3)
-    trial.call(torch.sin, x)
-    trial.any_device(module, x)
-    trial.any_device(lambda x: x.add_(1), x)
-    assert len(trial.trace) == 1
+    case, x, module = Case(), probe(2, 3), nn.BatchNorm1d(3)
+    case.call(torch.sin, x)
+    case.any_device(module, x)
+    case.any_device(lambda x: x.add_(1), x)
+    assert len(case.recording) == 1
     assert torch.equal(x, probe(2, 3))
     assert module.num_batches_tracked == 0
 
@@ -112,7 +113,7 @@ def test_the_call_is_told_as_the_learner_knows_it():
     def shifted(x):
         return torch.zeros(3)
 
-    trial = Trial()
+    case = Case()
     with pytest.raises(Explained):
-        trial.any_device(with_values(shifted), probe(2, 3))
-    assert trial.called == "g(x=tensor(2, 3))"
+        case.any_device(with_values(shifted), probe(2, 3))
+    assert case.called == "g(x=tensor(2, 3))"
