@@ -1,5 +1,6 @@
 """Lesson 03: heads, their masks, shared keys and values, and what they cost."""
 
+import itertools
 import math
 
 import torch
@@ -29,7 +30,7 @@ masks_and_heads = IntegrationCheck(
 )
 
 
-# What is right, by slices and loops ---------------------------------------------------
+# What is right, by slices and by PyTorch ----------------------------------------------
 
 
 def slices(x, n_heads):
@@ -47,36 +48,15 @@ def shared_heads(x, group_size):
     return torch.stack(heads, dim=1)
 
 
-def head_by_head(x, weights, n_heads, n_kv_heads, mask=None, rotate=None):
-    """Multi-head attention, one head after the other."""
+def grouped_by_torch(x, weights, n_heads, n_kv_heads, mask=None, rotate=None):
+    """Multi-head attention, which PyTorch gives zeros where all keys are hidden."""
     w_q, w_k, w_v, w_o = weights
     q = slices(x @ w_q.T, n_heads)
     k, v = slices(x @ w_k.T, n_kv_heads), slices(x @ w_v.T, n_kv_heads)
     if rotate is not None:
         q, k = rotate(q), rotate(k)
-    t = x.shape[1]
-    may_look = torch.ones(t, t, dtype=torch.bool) if mask is None else mask
-    may_look = may_look.expand(x.shape[0], n_heads, t, t)
-    heads = []
-    for h in range(n_heads):
-        shared = h // (n_heads // n_kv_heads)
-        scores = q[:, h] @ k[:, shared].transpose(1, 2) / math.sqrt(q.shape[-1])
-        scores = scores.masked_fill(~may_look[:, h], -1e30)
-        looked = torch.softmax(scores, -1).masked_fill(~may_look[:, h], 0)
-        heads.append(looked @ v[:, shared])
-    return torch.cat(heads, dim=-1) @ w_o.T
-
-
-def torch_module(x, weights, n_heads, mask=None):
-    """PyTorch's own module, whose boolean mask means the opposite of ours."""
-    module = nn.MultiheadAttention(
-        x.shape[-1], n_heads, bias=False, batch_first=True, dtype=torch.float64
-    )
-    with torch.no_grad():
-        module.in_proj_weight.copy_(torch.cat(weights[:3]))
-        module.out_proj.weight.copy_(weights[3])
-    hidden = None if mask is None else ~mask
-    return module(x, x, x, attn_mask=hidden, need_weights=False)[0]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return side_by_side(out) @ w_o.T
 
 
 # Inputs -------------------------------------------------------------------------------
@@ -84,15 +64,18 @@ def torch_module(x, weights, n_heads, mask=None):
 NAMES = ("w_q", "w_k", "w_v", "w_o")
 
 
-def weights_for(d_model, n_heads, n_kv_heads, d_head, seed=0):
-    """w_q, w_k, w_v, w_o in the layout of `nn.Linear`, one row an output."""
-    scale = 1.5 / math.sqrt(d_model)
+def shapes(d_model, n_heads, n_kv_heads, d_head):
+    """Of w_q, w_k, w_v and w_o in the layout of `nn.Linear`, one row an output."""
     queries, shared = n_heads * d_head, n_kv_heads * d_head
-    return (
-        probe(queries, d_model, seed=seed, scale=scale),
-        probe(shared, d_model, seed=seed + 1, scale=scale),
-        probe(shared, d_model, seed=seed + 2, scale=scale),
-        probe(d_model, queries, seed=seed + 3, scale=scale),
+    return (queries, d_model), (shared, d_model), (shared, d_model), (d_model, queries)
+
+
+def weights_for(*sizes, seed=0, dtype=torch.float32):
+    """w_q, w_k, w_v, w_o for d_model, n_heads, n_kv_heads, d_head."""
+    scale = 1.5 / math.sqrt(sizes[0])
+    return tuple(
+        probe(*size, seed=seed + i, scale=scale, dtype=dtype)
+        for i, size in enumerate(shapes(*sizes))
     )
 
 
@@ -120,61 +103,24 @@ def turn_by_row(x):
 # Functions of heads -------------------------------------------------------------------
 
 
-def requires_any_memory(exercise, oracle, size, *args, hint=""):
-    """What every function of one tensor and a number must do."""
-
-    @exercise.requires(
-        "memory that is not contiguous, float16, bfloat16 and float64 work too", hint
-    )
-    def _(answer, case):
-        x = probe(*size, seed=6)
-        for dim in range(len(size) - 1):
-            in_another_order = x.transpose(dim, dim + 1).contiguous()
-            case.agrees(answer, oracle, in_another_order.transpose(dim, dim + 1), *args)
-        case.agrees(answer, oracle, strided(x), *args)
-        for dtype in (torch.float64, torch.float16, torch.bfloat16):
-            case.agrees(answer, oracle, x.to(dtype), *args)
-
-    @exercise.requires("gradients flow back")
-    def _(answer, case):
-        case.gradients_agree(answer, oracle, probe(*size, seed=9), *args)
-
-    @exercise.requires("it creates nothing on another device")
-    def _(answer, case):
-        case.any_device(answer, probe(*size), *args)
-
-
 @split_heads.requires(
     "head h gets the h-th run of neighbouring columns, and heads stand before time",
-    "Write the columns 0 to 5 into one row and split it into 2 heads by hand: which "
-    "columns belong to head 0? Cut the last dimension in two, then exchange dimensions. "
-    "A view cannot exchange dimensions: it only reads the same memory in another shape.",
+    "Split the columns 0 to 5 of one row into 2 heads by hand. Cut the last dimension "
+    "in two, then exchange dimensions: a view cannot do that.",
 )
 def _(answer, case):
     case.agrees(answer, slices, probe(5, 6, 12), 3)
-    case.agrees(answer, slices, probe(4, 3, 10, seed=1), n_heads=5)
-    case.agrees(answer, slices, probe(3, 4, 8, seed=2), 2)
+    case.agrees(answer, slices, probe(4, 3, 10), n_heads=5)
+    for *size, n_heads in ((3, 4, 8, 2), (2, 5, 7, 1), (2, 5, 4, 4), (3, 1, 6, 2)):
+        case.agrees(answer, slices, probe(*size), n_heads)
 
 
-@split_heads.requires("one head, heads of one column and a single position work too")
-def _(answer, case):
-    case.agrees(answer, slices, probe(2, 5, 7, seed=3), 1)
-    case.agrees(answer, slices, probe(2, 5, 4, seed=4), 4)
-    case.agrees(answer, slices, probe(3, 1, 6, seed=5), 2)
-
-
-@split_heads.requires(
-    "a width that is not divisible is a ValueError that names both numbers",
-    "Compare before you reshape, and say in the message which width and how many heads.",
-)
+@split_heads.requires("a width that is not divisible is a ValueError that names both")
 def _(answer, case):
     for width, n_heads in ((10, 3), (4, 8)):
         why = f"a width of {width} and {n_heads} heads"
         x, numbers = probe(2, 5, width), (width, n_heads)
         case.raises(ValueError, answer, x, n_heads, mentions=numbers, because=why)
-
-
-requires_any_memory(split_heads, slices, (2, 5, 12), 3)
 
 
 @merge_heads.requires(
@@ -183,24 +129,9 @@ requires_any_memory(split_heads, slices, (2, 5, 12), 3)
     "which two must be neighbours here?",
 )
 def _(answer, case):
-    case.agrees(answer, side_by_side, probe(2, 3, 5, 4))
-    case.agrees(answer, side_by_side, probe(3, 2, 4, 5, seed=1))
-
-
-@merge_heads.requires("one head, heads of one column and a single position work too")
-def _(answer, case):
-    case.agrees(answer, side_by_side, probe(2, 1, 5, 4, seed=5))
-    case.agrees(answer, side_by_side, probe(2, 3, 5, 1, seed=6))
-    case.agrees(answer, side_by_side, probe(2, 3, 1, 4, seed=7))
-
-
-requires_any_memory(
-    merge_heads,
-    side_by_side,
-    (2, 3, 5, 4),
-    hint="`view` refuses dimensions that do not lie side by side in memory. Is there "
-    "something that copies where it has to?",
-)
+    sizes = (2, 3, 5, 4), (3, 2, 4, 5), (2, 1, 5, 4), (2, 3, 5, 1), (2, 3, 1, 4)
+    for size in sizes:
+        case.agrees(answer, side_by_side, probe(*size))
 
 
 @repeat_kv.requires(
@@ -209,82 +140,92 @@ requires_any_memory(
 )
 def _(answer, case):
     case.agrees(answer, shared_heads, probe(2, 3, 5, 4), 2)
-    case.agrees(answer, shared_heads, probe(3, 2, 4, 5, seed=1), group_size=4)
+    case.agrees(answer, shared_heads, probe(3, 2, 4, 5), group_size=4)
+    case.agrees(answer, shared_heads, probe(2, 3, 5, 4), 1)
+    case.agrees(answer, shared_heads, probe(2, 1, 5, 4), 6)
 
 
-@repeat_kv.requires("a group of one changes nothing, and one head can serve all")
-def _(answer, case):
-    case.agrees(answer, shared_heads, probe(2, 3, 5, 4, seed=2), 1)
-    case.agrees(answer, shared_heads, probe(2, 1, 5, 4, seed=3), 6)
+def requires_more(exercise, oracle, x, *args):
+    """What every function of one tensor and a number must do."""
+
+    @exercise.requires(
+        "gradients flow back; other dtypes, memory that is not contiguous and another "
+        "device work too",
+    )
+    def _(answer, case):
+        for dim in range(x.dim() - 1):
+            in_another_order = x.transpose(dim, dim + 1).contiguous()
+            case.agrees(answer, oracle, in_another_order.transpose(dim, dim + 1), *args)
+        case.agrees(answer, oracle, strided(x), *args)
+        for dtype in (torch.float64, torch.float16, torch.bfloat16):
+            case.agrees(answer, oracle, x.to(dtype), *args)
+        case.gradients_agree(answer, oracle, x, *args)
+        case.any_device(answer, x, *args)
 
 
-requires_any_memory(repeat_kv, shared_heads, (2, 3, 5, 4), 2)
+requires_more(split_heads, slices, probe(2, 5, 12), 3)
+requires_more(merge_heads, side_by_side, probe(2, 3, 5, 4))
+requires_more(repeat_kv, shared_heads, probe(2, 3, 5, 4), 2)
 
 
 # MultiHeadAttention -------------------------------------------------------------------
 
 
-def loaded(answer, case, weights, *args, **kwargs):
-    """A module with these weights, which are all that it has."""
-    module = case.call(answer, *args, **kwargs)
-    is_module = isinstance(module, nn.Module) and callable(module)
-    case.true(is_module, "Calling the class must give a module.")
-    case.note(tuple(type(getattr(module, n, None)).__name__ for n in NAMES))
-    case.parameters(module, **{n: w.shape for n, w in zip(NAMES, weights, strict=True)})
-    return case.load(module, **dict(zip(NAMES, weights, strict=True)))
+def named(weights):
+    return dict(zip(NAMES, weights, strict=True))
 
 
-def module_and_oracle(answer, case, *shape, seed=0):
+def module_and_oracle(answer, case, *sizes, seed=0, dtype=torch.float32):
     """A module of these sizes, by default 6 heads that share 2, and what it must do."""
-    shape = shape or (10, 6, 2, 7)
-    weights = weights_for(*shape, seed=seed)
-    module = loaded(answer, case, weights, *shape)
+    sizes = sizes or (10, 6, 2, 7)
+    weights = weights_for(*sizes, seed=seed, dtype=dtype)
+    module = case.load(case.call(answer, *sizes).to(dtype), **named(weights))
 
     def oracle(x, mask=None, rotate=None):
         in_float64 = [w.double() for w in weights]
-        return head_by_head(x, in_float64, *shape[1:3], mask, rotate)
+        return grouped_by_torch(x, in_float64, *sizes[1:3], mask, rotate)
 
     return module, oracle
 
 
 @MultiHeadAttention.requires(
     "it has the weights w_q, w_k, w_v and w_o without bias, of the right shapes",
-    "`super().__init__()` first. Queries are n_heads·d_head wide, keys and values "
-    "n_kv_heads·d_head; w_o leads back to d_model.",
+    "Queries are n_heads·d_head wide, keys and values n_kv_heads·d_head; w_o leads "
+    "back to d_model.",
 )
 def _(answer, case):
-    loaded(answer, case, weights_for(12, 3, 3, 4), 12, 3)
-    loaded(answer, case, weights_for(10, 3, 3, 4), 10, 3, d_head=4)
-    loaded(answer, case, weights_for(24, 8, 2, 3), d_model=24, n_heads=8, n_kv_heads=2)
-    loaded(answer, case, weights_for(10, 6, 2, 7), 10, 6, 2, 7)
+    for sizes, args, kwargs in (
+        ((12, 3, 3, 4), (12, 3), {}),
+        ((10, 3, 3, 4), (10, 3), {"d_head": 4}),
+        ((24, 8, 2, 3), (), {"d_model": 24, "n_heads": 8, "n_kv_heads": 2}),
+        ((10, 6, 2, 7), (10, 6, 2, 7), {}),
+    ):
+        module = case.call(answer, *args, **kwargs)
+        is_module = isinstance(module, nn.Module) and callable(module)
+        case.true(is_module, "Calling the class must give a module.")
+        case.note(tuple(type(getattr(module, n, None)).__name__ for n in NAMES))
+        case.parameters(module, **named(shapes(*sizes)))
 
 
 @MultiHeadAttention.requires(
-    "one head agrees with torch.nn.MultiheadAttention",
+    "one head is attention of w_q(x) on w_k(x), averaging w_v(x), and w_o after it",
     "With one head nothing is split. Check the order: project, look, project back. Only "
     "the scores are divided, by the root of d_head.",
 )
 def _(answer, case):
-    weights = weights_for(6, 1, 1, 6)
-    module = loaded(answer, case, weights, 6, 1)
-    case.agrees(module, lambda x: torch_module(x, weights, 1), probe(2, 5, 6))
+    module, oracle = module_and_oracle(answer, case, 6, 1, 1, 6)
+    case.agrees(module, oracle, probe(2, 5, 6))
 
 
 @MultiHeadAttention.requires(
-    "several heads agree with it too",
+    "several heads look each for itself, and d_head need not be d_model / n_heads",
     "If one head is right and several are not, look at the split, the merge, and the "
     "divisor of the scores.",
 )
 def _(answer, case):
-    weights = weights_for(12, 3, 3, 4, seed=10)
-    module = loaded(answer, case, weights, 12, 3)
-    case.agrees(module, lambda x: torch_module(x, weights, 3), probe(2, 5, 12, seed=1))
-
-
-@MultiHeadAttention.requires("d_head need not be d_model / n_heads")
-def _(answer, case):
-    module, oracle = module_and_oracle(answer, case, 10, 3, 3, 4, seed=20)
-    case.agrees(module, oracle, probe(2, 5, 10, seed=2))
+    for sizes in ((12, 3, 3, 4), (10, 3, 3, 4)):
+        module, oracle = module_and_oracle(answer, case, *sizes, seed=10)
+        case.agrees(module, oracle, probe(2, 5, sizes[0], seed=1))
 
 
 @MultiHeadAttention.requires(
@@ -292,8 +233,8 @@ def _(answer, case):
     "`repeat_kv` wants the size of a group, and comes before the scores.",
 )
 def _(answer, case):
-    for shape in ((10, 6, 2, 7), (10, 4, 1, 3), (10, 8, 4, 3)):
-        module, oracle = module_and_oracle(answer, case, *shape, seed=30)
+    for sizes in ((10, 6, 2, 7), (10, 4, 1, 3), (10, 8, 4, 3)):
+        module, oracle = module_and_oracle(answer, case, *sizes, seed=30)
         case.agrees(module, oracle, probe(3, 5, 10, seed=3))
 
 
@@ -309,7 +250,8 @@ def _(answer, case):
 
 
 @MultiHeadAttention.requires(
-    "a mask of its own for each row of the batch, for each head, or for both",
+    "a mask of its own for each row of the batch, for each head, or for both; a row of "
+    "nothing but padding gives zeros",
     "The mask must reach scores of shape (B, H, T, T). If heads and batch are one "
     "dimension in your code, in what order do they stand?",
 )
@@ -318,14 +260,9 @@ def _(answer, case):
     x, rows = probe(4, 5, 10, seed=6), padding(5, 2, 3, 4, t=5)
     own = torch.stack([causal(5).roll(h, -1) | torch.eye(5).bool() for h in range(6)])
     own[:, :, 0] = True  # with padding too, every query sees something
-    for mask in (rows, rows & causal(5), own, rows & own):
+    masks = rows, rows & causal(5), own, rows & own, padding(0, 5, 2, 1, t=5)
+    for mask in masks:
         case.agrees(module, oracle, x, mask)
-
-
-@MultiHeadAttention.requires("a row of nothing but padding gives zeros")
-def _(answer, case):
-    module, oracle = module_and_oracle(answer, case, seed=60)
-    case.agrees(module, oracle, probe(3, 5, 10, seed=7), padding(0, 5, 2, t=5))
 
 
 @MultiHeadAttention.requires(
@@ -335,41 +272,29 @@ def _(answer, case):
 )
 def _(answer, case):
     module, oracle = module_and_oracle(answer, case, seed=70)
-    case.agrees(module, oracle, probe(3, 5, 10, seed=8), rotate=turn)
-    case.agrees(module, oracle, probe(3, 5, 10, seed=9), causal(5), turn)
-    case.agrees(module, oracle, probe(3, 5, 10, seed=8), rotate=turn_by_row)
+    x = probe(3, 5, 10, seed=8)
+    for mask, rotate in ((None, turn), (causal(5), turn), (None, turn_by_row)):
+        case.agrees(module, oracle, x, mask, rotate=rotate)
 
 
 @MultiHeadAttention.requires(
-    "every call stands for itself, in training and in eval()",
+    "every call stands for itself, in training and in eval(), in any dtype and memory",
     "Keep nothing from one call to the next, and drop nothing at random.",
 )
 def _(answer, case):
-    module, oracle = module_and_oracle(answer, case, 12, 3, 3, 4, seed=80)
-    case.agrees(module, oracle, probe(2, 5, 12, seed=10))
-    case.agrees(module, oracle, probe(3, 4, 12, seed=11))
-    case.agrees(module.eval(), oracle, probe(2, 5, 12, seed=10))
-    case.agrees(module, oracle, probe(2, 5, 12, seed=10), causal(5))
-    case.agrees(module, oracle, probe(2, 5, 12, seed=10), rotate=turn)
-
-
-@MultiHeadAttention.requires(
-    "float64, half precision and memory that is not contiguous work"
-)
-def _(answer, case):
+    module, oracle = module_and_oracle(answer, case, seed=80)
+    x = probe(5, 3, 10, seed=10)
+    for each, mask, rotate in (
+        (x, None, None),
+        (x[:3, :2], causal(2), None),
+        (x.transpose(0, 1), causal(5), turn),
+        (strided(x), None, turn),
+    ):
+        case.agrees(module.train(), oracle, each, mask, rotate)
+        case.agrees(module.eval(), oracle, each, mask, rotate)
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        weights = [w.to(dtype) for w in weights_for(10, 6, 2, 7, seed=90)]
-        module = case.call(answer, 10, 6, 2, 7).to(dtype)
-        case.load(module, **dict(zip(NAMES, weights, strict=True)))
-
-        def oracle(x, mask, weights=weights):
-            return head_by_head(x, [w.double() for w in weights], 6, 2, mask)
-
-        case.agrees(module, oracle, probe(3, 5, 10, seed=12, dtype=dtype), causal(5))
-    module, oracle = module_and_oracle(answer, case, seed=90)
-    swapped = probe(5, 3, 10, seed=13).transpose(0, 1)
-    case.agrees(module, oracle, swapped)
-    case.agrees(module, oracle, strided(swapped))
+        module, oracle = module_and_oracle(answer, case, seed=90, dtype=dtype)
+        case.agrees(module, oracle, x.to(dtype), causal(3))
 
 
 @MultiHeadAttention.requires(
@@ -378,7 +303,7 @@ def _(answer, case):
     "replaced after the average of the values still reaches them through the gradient.",
 )
 def _(answer, case):
-    module, _ = module_and_oracle(answer, case, seed=100)
+    module, _ = module_and_oracle(answer, case)
     owned = dict(module.named_parameters())
     names = [n if n in owned else f"{n}.weight" for n in NAMES]
     trains = all(p.requires_grad for p in owned.values())
@@ -390,84 +315,58 @@ def _(answer, case):
             return functional_call(module, weights, (x, mask))
 
         def oracle(x, *weights, mask=mask):
-            return head_by_head(x, weights, 6, 2, mask)
+            return grouped_by_torch(x, weights, 6, 2, mask)
 
         weights = weights_for(10, 6, 2, 7, seed=100)
         case.gradients_agree(forward, oracle, probe(3, 5, 10, seed=14), *weights)
 
 
-@MultiHeadAttention.requires(
-    "numbers that do not fit are a ValueError that names both",
-    "Two things can be refused: a d_model that the heads cannot share evenly, unless "
-    "d_head is given, and query heads that the KV heads cannot share evenly.",
-)
+@MultiHeadAttention.requires("numbers that do not fit are a ValueError that names both")
 def _(answer, case):
-    heads, kv_heads = (
-        "{} heads without d_head, and d_model {}",
-        "{} heads and {} KV heads",
-    )
-    for shape, numbers, why in (
-        ((14, 4), (4, 14), heads),
-        ((16, 6, 2), (6, 16), heads),
-        ((12, 6, 4), (6, 4), kv_heads),
-        ((16, 2, 8), (2, 8), kv_heads),
+    for sizes, numbers, why in (
+        ((14, 4), (4, 14), "{} heads without d_head, and d_model {}"),
+        ((16, 6, 2), (6, 16), "{} heads without d_head, and d_model {}"),
+        ((12, 6, 4), (6, 4), "{} heads and {} KV heads"),
+        ((16, 2, 8), (2, 8), "{} heads and {} KV heads"),
     ):
         because = why.format(*numbers)
-        case.raises(ValueError, answer, *shape, mentions=numbers, because=because)
-
-
-@MultiHeadAttention.requires("it creates nothing on another device")
-def _(answer, case):
-    module, _ = module_and_oracle(answer, case)
-
-    def run(module, x, mask=None):
-        return module(x, mask, turn)
-
-    case.any_device(run, module, probe(3, 5, 10), causal(5))
-    case.any_device(run, module, probe(3, 5, 10))
+        case.raises(ValueError, answer, *sizes, mentions=numbers, because=because)
 
 
 @MultiHeadAttention.requires(
-    "a new module starts with random weights, different in each layer",
-    "`nn.Linear` does so by itself.",
+    "a new module starts with random weights, different in each layer, and creates "
+    "nothing on another device"
 )
 def _(answer, case):
-    module = case.call(answer, 12, 3)
-    parameters = dict(module.named_parameters())
-    new = [parameters.get(f"{n}.weight", parameters.get(n)) for n in NAMES[:3]]
-    for name, weight in zip(NAMES, new, strict=False):
-        case.true(
-            weight.isfinite().all() and weight.std() > 1e-3,
-            f"The weights of `{name}` all start with the same value, so they would "
-            "learn the same.",
-        )
-    different = all(not torch.equal(a, b) for i, a in enumerate(new) for b in new[:i])
+    def turned(module, x, mask=None):
+        return module(x, mask, turn)
+
+    module, _ = module_and_oracle(answer, case)
+    for masks in ((causal(5),), ()):
+        case.any_device(turned, module, probe(3, 5, 10), *masks)
+    new = case.call(answer, 12, 3).named_parameters()
+    looking = [p.detach() for name, p in new if not name.startswith("w_o")]
+    case.true(
+        all(p.isfinite().all() and p.std() > 1e-3 for p in looking),
+        "The weights of a layer all start with the same value, so they would learn the "
+        "same.",
+    )
+    pairs = itertools.combinations(looking, 2)
+    different = not any(torch.equal(a, b) for a, b in pairs)
     case.true(different, "Two of w_q, w_k and w_v start with the same weights.")
 
 
 # attention_parameters -----------------------------------------------------------------
 
 
-def counted(d_model, n_heads, n_kv_heads, d_head):
-    """Counted on the matrices themselves, without giving them memory."""
-    queries, shared = n_heads * d_head, n_kv_heads * d_head
-    shapes = (
-        (queries, d_model),
-        (shared, d_model),
-        (shared, d_model),
-        (d_model, queries),
-    )
-    return sum(torch.empty(*each, device="meta").numel() for each in shapes)
-
-
-def right_count(answer, case, d_model, n_heads, n_kv_heads, d_head):
-    shape = d_model, n_heads, n_kv_heads, d_head
-    count = case.call(answer, *shape)
-    sizes = {"d_model": d_model, "n_heads": n_heads, "d_head": d_head}
-    case.sizes = sizes | ({"n_kv_heads": n_kv_heads} if n_kv_heads != n_heads else {})
-    case.equal(count, counted(*shape), "the count")
-    kind = type(count).__name__
-    case.true(type(count) is int, f"The result is of type {kind}, expected an int.")
+def right_counts(answer, case, *cases):
+    for sizes in cases:
+        count = case.call(answer, *sizes)
+        names = ("d_model", "n_heads", "n_kv_heads", "d_head")
+        case.sizes = dict(zip(names, sizes, strict=True))
+        case.equal(count, sum(map(math.prod, shapes(*sizes))), "the count")
+        kind = type(count).__name__
+        case.true(type(count) is int, f"The result is of type {kind}, expected an int.")
 
 
 @attention_parameters.requires(
@@ -476,16 +375,12 @@ def right_count(answer, case, d_model, n_heads, n_kv_heads, d_head):
     "narrower? `/` gives a float even where nothing remains.",
 )
 def _(answer, case):
-    right_count(answer, case, 576, 12, 2, 48)
-    right_count(answer, case, 4096, 32, 8, 128)
-    right_count(answer, case, 48, 6, 1, 8)
-    right_count(answer, case, 512, 8, 8, 64)
+    right_counts(answer, case, (576, 12, 2, 48), (48, 6, 1, 8), (512, 8, 8, 64))
 
 
 @attention_parameters.requires("a d_head that is not d_model / n_heads")
 def _(answer, case):
-    right_count(answer, case, 640, 4, 1, 256)
-    right_count(answer, case, 10, 6, 2, 7)
+    right_counts(answer, case, (640, 4, 1, 256), (10, 6, 2, 7))
 
 
 # Do the parts fit together? -----------------------------------------------------------
@@ -548,31 +443,16 @@ def _(parts, case):
 
 
 @masks_and_heads.requires(
-    "MultiHeadAttention does with causal_mask what these parts do one by one",
+    "MultiHeadAttention does with causal_mask what these parts do one by one, and "
+    "rotates the queries and keys of each head",
     "All parts are right one by one, and put together they differ from your module. "
     "Has one of them been edited since the module was checked? Run its cells again.",
 )
 def _(parts, case):
-    module, oracle = module_and_oracle(parts["MultiHeadAttention"], case, seed=210)
-    x = probe(2, 5, 10, seed=211)
-    actual = case.call(module, x, case.call(parts["causal_mask"], 5))
-    w_q, w_k, w_v, w_o = weights_for(10, 6, 2, 7, seed=210)
-    streams = (x @ w_q.T, 6), (x @ w_k.T, 2), (x @ w_v.T, 2)
-    q, *shared = split_all(case, parts, *streams)
-    k, v = (case.call(parts["repeat_kv"], each, 3) for each in shared)
-    by_hand = case.call(parts["merge_heads"], attend(case, parts, q, k, v, 5, 5))
-    case.close(actual, by_hand @ w_o.T, "the module against its parts", like=x)
-    expected = oracle(x.double(), causal(5))
-    case.close(actual, expected, "the module under causal_mask", like=x)
-
-
-@masks_and_heads.requires(
-    "a rotation reaches the queries and keys of each head after the split",
-    "What does `rotate` get: `(B, T, width)`, or one vector of d_head for each head?",
-)
-def _(parts, case):
-    module, oracle = module_and_oracle(parts["MultiHeadAttention"], case, seed=220)
-    x = probe(2, 5, 10, seed=221)
-    actual = case.call(module, x, case.call(parts["causal_mask"], 5), turn)
-    expected = oracle(x.double(), causal(5), turn)
-    case.close(actual, expected, "the module with a rotation", like=x)
+    module, oracle = module_and_oracle(parts["MultiHeadAttention"], case)
+    x, mask = probe(2, 5, 10, seed=211), case.call(parts["causal_mask"], 5)
+    for rotate in (None, turn):
+        actual = case.call(module, x, mask, rotate)
+        expected = oracle(x.double(), causal(5), rotate)
+        what = "a rotation under causal_mask" if rotate else "causal_mask"
+        case.close(actual, expected, f"the module with {what}", like=x)

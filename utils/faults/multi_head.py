@@ -12,40 +12,29 @@ from utils.exercises.multi_head import (
 # split_heads --------------------------------------------------------------------------
 
 SPLIT = "x.unflatten(-1, (n_heads, -1)).transpose(1, 2)"
-DEALT = "x.unflatten(-1, (-1, n_heads)).permute(0, 3, 1, 2)"
-STRAIGHT = "x.reshape(len(x), n_heads, x.shape[1], -1)"
 
 split_heads.fault(
     "reshaped_straight",
-    "The memory is read in the final shape without exchanging dimensions. A row's "
-    "columns lie side by side in memory, so head 0 gets whole tokens of the first part "
-    "of the sequence instead of a part of every token.",
-    (SPLIT, STRAIGHT),
+    "The memory is read in the final shape without exchanging dimensions. Columns lie "
+    "side by side in memory, so head 0 gets some tokens whole, not a part of each.",
+    (SPLIT, "x.reshape(len(x), n_heads, x.shape[1], -1)"),
 )
 split_heads.fault(
     "not_transposed",
     "The heads stand behind the time: `(B, T, H, Dh)`. Attention works on the last two "
-    "dimensions, so it would mix the heads of one token instead of the tokens of one "
-    "head.",
+    "dimensions, so it would mix the heads of one token.",
     (".transpose(1, 2)", ""),
-)
-split_heads.fault(
-    "batch_and_time_exchanged",
-    "Batch and time have changed places: `(T, B, H, Dh)`. The batch stays where it is; "
-    "what should stand in front of the time are the heads.",
-    (".transpose(1, 2)", ".transpose(0, 1)"),
 )
 split_heads.fault(
     "every_other_column",
     "The columns are dealt out like cards: head 0 gets the columns 0, H, 2H, … A head "
-    "is a run of neighbouring columns; cut the width into (heads, d_head), in that "
-    "order.",
-    (SPLIT, DEALT),
+    "is a run of neighbouring columns: cut the width into (heads, d_head).",
+    (SPLIT, "x.unflatten(-1, (-1, n_heads)).permute(0, 3, 1, 2)"),
 )
 split_heads.fault(
     "heads_and_batch_exchanged",
-    "The heads are made by a view that starts from the batch: its rows are mixed, and "
-    "what belongs to one sequence ends up in another. With one row a batch it hides.",
+    "The heads are made by a view that starts from the batch: its rows are mixed. With "
+    "one row a batch it hides.",
     (SPLIT, f"{SPLIT}.reshape(n_heads, len(x), x.shape[1], -1).transpose(0, 1)"),
 )
 split_heads.fault(
@@ -53,12 +42,6 @@ split_heads.fault(
     "Each head is `n_heads` wide. `n_heads` is how many heads there are; their width "
     "is what remains of the columns for each.",
     ("(n_heads, -1)", "(-1, n_heads)"),
-)
-split_heads.fault(
-    "split_along_time",
-    "The sequence is cut into pieces, and each head gets some positions. Every head "
-    "sees every position, and some columns of each.",
-    (SPLIT, "x.unflatten(1, (n_heads, -1))"),
 )
 
 # merge_heads --------------------------------------------------------------------------
@@ -69,15 +52,8 @@ COLLECTED = "x.permute(0, 2, 3, 1).flatten(2)"
 merge_heads.fault(
     "not_transposed_back",
     "The memory is read in the final shape while the heads still stand before the "
-    "time. Each row of the result then holds several positions of one head instead of "
-    "one position of every head. With one head or one position it hides.",
+    "time, so each row holds several positions of one head.",
     (MERGED, "x.reshape(x.shape[0], x.shape[2], -1)"),
-)
-merge_heads.fault(
-    "columns_interleaved",
-    "The columns of the heads alternate: head 0's first, head 1's first, … Each head's "
-    "columns stay together.",
-    (MERGED, COLLECTED),
 )
 merge_heads.fault(
     "heads_and_batch_exchanged",
@@ -91,8 +67,7 @@ merge_heads.fault(
 merge_heads.fault(
     "only_flattened",
     "Time and columns are joined, and the heads are still a dimension of their own: "
-    "`(B, H, T·Dh)`. Heads and columns belong together, so they have to be neighbours "
-    "first.",
+    "`(B, H, T·Dh)`. Heads and columns have to be neighbours first.",
     (".transpose(1, 2)", ""),
 )
 merge_heads.fault(
@@ -112,27 +87,12 @@ repeat_kv.fault(
     "hides where every head is its own and where one head serves all.",
     (REPEATED, "x.repeat(1, group_size, 1, 1)"),
 )
-repeat_kv.fault(
-    "repeated_along_the_batch",
-    "The rows of the batch are repeated instead of the heads.",
-    ("dim=1", "dim=0"),
-)
-repeat_kv.fault(
-    "repeated_along_time",
-    "Every position is repeated instead of every head: the sequence has become longer.",
-    ("dim=1", "dim=2"),
-)
-repeat_kv.fault(
-    "no_dimension_given",
-    "Without a dimension, repeating flattens the whole tensor.",
-    (", dim=1", ""),
-)
-repeat_kv.fault(
-    "group_size_taken_for_the_total",
-    "There are `group_size` heads in all afterwards. It is the number of query heads "
-    "that share each head.",
-    ("group_size", "group_size // x.shape[1]"),
-)
+for dim, name, what in ((0, "the_batch", "row of the batch"), (2, "time", "position")):
+    repeat_kv.fault(
+        f"repeated_along_{name}",
+        f"Every {what} is repeated instead of every head.",
+        ("dim=1", f"dim={dim}"),
+    )
 
 # MultiHeadAttention: projections ------------------------------------------------------
 
@@ -142,20 +102,12 @@ V = "v = split_heads(self.w_v(x), self.n_kv_heads)"
 LOOK = "attention(q, k, v, mask)"
 MIXED = f"merge_heads({LOOK})"
 SHARED = "k, v = repeat_kv(k, group_size), repeat_kv(v, group_size)"
-D_HEAD = "d_model // n_heads if d_head is None else d_head"
+GROUP = "self.n_heads // self.n_kv_heads"
 
 MultiHeadAttention.fault(
     "no_output_projection",
-    "w_o is made and never used. Without it the heads lie side by side and nothing "
-    "mixes what they found.",
+    "w_o is made and never used. Without it nothing mixes what the heads found.",
     (f"self.w_o({MIXED})", MIXED),
-)
-MultiHeadAttention.fault(
-    "kv_not_narrowed",
-    "w_k and w_v are as wide as w_q. With fewer key and value heads they are narrower: "
-    "that is what sharing saves.",
-    ("w_k = nn.Linear(d_model, n_kv_heads", "w_k = nn.Linear(d_model, n_heads"),
-    ("w_v = nn.Linear(d_model, n_kv_heads", "w_v = nn.Linear(d_model, n_heads"),
 )
 MultiHeadAttention.fault(
     "group_size_for_kv_heads",
@@ -184,99 +136,88 @@ MultiHeadAttention.fault(
     "heads. It is the other way round: several query heads share one.",
     ("if n_heads % n_kv_heads", "if n_kv_heads % n_heads"),
 )
-MultiHeadAttention.fault(
-    "keys_and_values_exchanged",
-    "w_k makes the values and w_v the keys. Trained from the start it would work; with "
-    "weights loaded by name it does not.",
-    (K, K.replace("k =", "v =")),
-    (V, V.replace("v =", "k =")),
-)
-MultiHeadAttention.fault(
-    "queries_and_keys_exchanged",
-    "w_k makes the queries and w_q the keys, so every weight stands on the wrong side "
-    "of the diagonal.",
-    (Q, Q.replace("w_q", "w_k")),
-    (K, K.replace("w_k", "w_q")),
-)
-MultiHeadAttention.fault(
-    "queries_compared_with_queries",
-    "The queries are compared with themselves; w_k plays no part.",
-    (K, K.replace("w_k", "w_q")),
-)
-MultiHeadAttention.fault(
-    "keys_compared_with_keys",
-    "The keys are compared with themselves; w_q plays no part.",
-    (Q, Q.replace("w_q", "w_k")),
-)
-MultiHeadAttention.fault(
-    "queries_averaged",
-    "The queries are averaged in place of the values; w_v plays no part.",
-    (V, V.replace("w_v", "w_q")),
-)
-MultiHeadAttention.fault(
-    "input_taken_for_values",
-    "x itself is averaged; w_v plays no part.",
-    (V, V.replace("self.w_v(x)", "x")),
-)
-MultiHeadAttention.fault(
-    "values_not_projected",
-    "The values are keys: w_v plays no part.",
-    (V, V.replace("w_v", "w_k")),
-)
+
+
+def projected_by(*sources):
+    """Edits: queries, keys and values come from these layers, or are `x` itself."""
+    places = zip((Q, K, V), ("w_q", "w_k", "w_v"), sources, strict=True)
+    for line, own, source in places:
+        if source != own:
+            made = "x" if source == "x" else f"self.{source}(x)"
+            yield line, line.replace(f"self.{own}(x)", made)
+
+
+for name, *sources in (
+    ("keys_and_values_exchanged", "w_q", "w_v", "w_k"),
+    ("queries_and_keys_exchanged", "w_k", "w_q", "w_v"),
+    ("queries_compared_with_queries", "w_q", "w_q", "w_v"),
+    ("keys_compared_with_keys", "w_k", "w_k", "w_v"),
+    ("values_compared_with_keys", "w_v", "w_k", "w_v"),
+    ("queries_compared_with_values", "w_q", "w_v", "w_v"),
+    ("values_not_projected", "w_q", "w_k", "w_k"),
+    ("queries_averaged", "w_q", "w_k", "w_q"),
+    ("input_taken_for_queries", "x", "w_k", "w_v"),
+    ("input_taken_for_keys", "w_q", "x", "w_v"),
+    ("input_taken_for_values", "w_q", "w_k", "x"),
+):
+    MultiHeadAttention.fault(
+        name,
+        "Queries, keys and values come from {}, {} and {}. Each has a layer of its "
+        "own: w_q, w_k and w_v.".format(*sources),
+        *projected_by(*sources),
+    )
 
 # MultiHeadAttention: heads ------------------------------------------------------------
 
-MultiHeadAttention.fault(
-    "scaled_by_d_model",
-    "The scores are divided by √d_model. Each head's dot products run over d_head "
-    "columns; with one head both are the same, and it hides.",
-    (LOOK, "attention(q * (q.shape[-1] / x.shape[-1]) ** 0.5, k, v, mask)"),
+for name, divisor, factor in (
+    ("scaled_by_d_model", "√d_model", "(q.shape[-1] / x.shape[-1]) ** 0.5"),
+    ("scaled_by_all_heads", "√(n_heads·d_head)", "self.n_heads ** -0.5"),
+    ("scaled_by_the_length", "√T", "(q.shape[-1] / x.shape[1]) ** 0.5"),
+    ("scaled_twice", "√d_head twice", "q.shape[-1] ** -0.5"),
+    ("not_scaled", "1", "q.shape[-1] ** 0.5"),
+):
+    MultiHeadAttention.fault(
+        name,
+        f"The scores are divided by {divisor}. Each is a sum over the d_head columns "
+        "of one head, so √d_head is the divisor, and `attention` divides by it.",
+        (LOOK, f"attention(q * {factor}, k, v, mask)"),
+    )
+MultiHeadAttention.inherits(
+    split_heads, "reshaped_straight", "every_other_column", "heads_and_batch_exchanged"
 )
+MultiHeadAttention.inherits(merge_heads, "not_transposed_back")
+MultiHeadAttention.inherits(repeat_kv, "tiled")
 MultiHeadAttention.fault(
-    "scaled_by_all_heads",
-    "The scores are divided by the root of n_heads·d_head, the width of all heads. "
-    "Each head's dot products run over d_head columns.",
-    (LOOK, "attention(q / self.n_heads ** 0.5, k, v, mask)"),
+    "merged_interleaved",
+    "The results of the heads are mixed column by column: the first of each, then the "
+    "second. They lie side by side, head 0 first; w_o counts on it.",
+    (MERGED, COLLECTED),
+    edited="merge_heads",
 )
-MultiHeadAttention.fault(
-    "scaled_by_the_length",
-    "The scores are divided by the root of the number of positions. They sum over the "
-    "d_head numbers of queries and keys, so it is d_head that counts.",
-    (LOOK, "attention(q * (q.shape[-1] / x.shape[1]) ** 0.5, k, v, mask)"),
-)
-MultiHeadAttention.fault(
-    "scaled_twice",
-    "The scores are divided by √d_head twice: `attention` already does it.",
-    (LOOK, "attention(q / q.shape[-1] ** 0.5, k, v, mask)"),
-)
-MultiHeadAttention.fault(
-    "not_scaled",
-    "The scores are not divided by √d_head.",
-    (LOOK, "attention(q * q.shape[-1] ** 0.5, k, v, mask)"),
-)
-MultiHeadAttention.fault(
-    "merged_without_transposing",
-    "The heads are merged while they still stand before the time, so each row holds "
-    "several positions of one head.",
-    (MIXED, f"{LOOK}.reshape(*x.shape[:2], -1)"),
-)
-MultiHeadAttention.fault(
-    "split_without_transposing",
-    "The heads are read out of memory in the final shape, without exchanging "
-    "dimensions: a head gets some tokens whole, instead of a part of each.",
-    (SPLIT, STRAIGHT),
-    edited="split_heads",
-)
-MultiHeadAttention.fault(
-    "reshaped_both_ways",
-    "Split and merge each read memory in the final shape, without exchanging "
-    "dimensions. The shapes are right and the stream comes back, but a head gets some "
-    "tokens whole, instead of a part of each.",
-    (Q, "q = self.w_q(x).view(len(x), self.n_heads, x.shape[1], -1)"),
-    (K, "k = self.w_k(x).view(len(x), self.n_kv_heads, x.shape[1], -1)"),
-    (V, "v = self.w_v(x).view(len(x), self.n_kv_heads, x.shape[1], -1)"),
-    (MIXED, f"{LOOK}.reshape(*x.shape[:2], -1)"),
-)
+for name, sentence, split, merged in (
+    (
+        "reshaped_both_ways",
+        "Split and merge each read memory in the final shape, without exchanging "
+        "dimensions. The stream comes back, but a head gets some tokens whole.",
+        "view(len(x), self.{}, x.shape[1], -1)",
+        "reshape(*x.shape[:2], -1)",
+    ),
+    (
+        "interleaved_both_ways",
+        "The columns are dealt out to the heads like cards and collected in the same "
+        "way. A head is a run of neighbouring columns: loaded weights count on it.",
+        "unflatten(-1, (-1, self.{})).permute(0, 3, 1, 2)",
+        "permute(0, 2, 3, 1).flatten(2)",
+    ),
+):
+    MultiHeadAttention.fault(
+        name,
+        sentence,
+        (Q, f"q = self.w_q(x).{split.format('n_heads')}"),
+        (K, f"k = self.w_k(x).{split.format('n_kv_heads')}"),
+        (V, f"v = self.w_v(x).{split.format('n_kv_heads')}"),
+        (MIXED, f"{LOOK}.{merged}"),
+    )
 MultiHeadAttention.fault(
     "heads_mixed_instead_of_tokens",
     "The heads stand behind the time, so attention mixes the heads of one token and no "
@@ -284,61 +225,17 @@ MultiHeadAttention.fault(
     (LOOK, "attention(*(each.transpose(1, 2) for each in (q, k, v))).transpose(1, 2)"),
 )
 MultiHeadAttention.fault(
-    "columns_interleaved",
-    "The columns are dealt out to the heads like cards. A head is a run of "
-    "neighbouring columns; loaded weights rely on it.",
-    (SPLIT, DEALT),
-    edited="split_heads",
-)
-MultiHeadAttention.fault(
-    "merged_interleaved",
-    "The results of the heads are mixed column by column: the first column of each, "
-    "then the second. They lie side by side, head 0 first; w_o counts on it.",
-    (MERGED, COLLECTED),
-    edited="merge_heads",
-)
-MultiHeadAttention.fault(
-    "interleaved_both_ways",
-    "The columns are dealt out to the heads like cards and collected in the same way. "
-    "Trained from the start it would work; loaded weights count on a head being a run "
-    "of neighbouring columns.",
-    (Q, "q = self.w_q(x).unflatten(-1, (-1, self.n_heads)).permute(0, 3, 1, 2)"),
-    (K, "k = self.w_k(x).unflatten(-1, (-1, self.n_kv_heads)).permute(0, 3, 1, 2)"),
-    (V, "v = self.w_v(x).unflatten(-1, (-1, self.n_kv_heads)).permute(0, 3, 1, 2)"),
-    (MIXED, f"{LOOK}.permute(0, 2, 3, 1).flatten(2)"),
-)
-MultiHeadAttention.fault(
     "no_heads",
     "Nothing is split: one look of full width, whatever n_heads says.",
     (MIXED, "attention(self.w_q(x), self.w_k(x), self.w_v(x), mask)"),
 )
-MultiHeadAttention.inherits(split_heads, "heads_and_batch_exchanged")
-MultiHeadAttention.fault(
-    "softmax_over_queries",
-    "The softmax runs over the queries. It runs over the keys, the last dimension.",
-    (LOOK, "(q @ k.mT / q.shape[-1] ** 0.5).softmax(-2) @ v"),
-)
-MultiHeadAttention.fault(
-    "kv_tiled",
-    "The key and value heads come in turn, 0, 1, 0, 1, where neighbouring query heads "
-    "must share: 0, 0, 1, 1. It hides where every head is its own and where one serves "
-    "all.",
-    (REPEATED, "x.repeat(1, group_size, 1, 1)"),
-    edited="repeat_kv",
-)
-MultiHeadAttention.fault(
-    "repeated_n_kv_heads_times",
-    "Each head is repeated n_kv_heads times. It serves n_heads // n_kv_heads query "
-    "heads, the size of a group; where nothing is shared, that is one.",
-    ("self.n_heads // self.n_kv_heads", "self.n_kv_heads"),
-)
-MultiHeadAttention.fault(
-    "repeated_n_heads_times",
-    "Each key and value head is repeated n_heads times. It serves the query heads of "
-    "its group alone, n_heads // n_kv_heads of them; where nothing is shared, that is "
-    "one.",
-    ("self.n_heads // self.n_kv_heads", "self.n_heads"),
-)
+for number in ("n_kv_heads", "n_heads"):
+    MultiHeadAttention.fault(
+        f"repeated_{number}_times",
+        f"Each key and value head is repeated {number} times. It serves n_heads // "
+        "n_kv_heads query heads, the size of a group.",
+        (GROUP, f"self.{number}"),
+    )
 MultiHeadAttention.fault(
     "kv_not_repeated",
     "Keys or values are not repeated, so the number of their heads does not match that "
@@ -346,10 +243,11 @@ MultiHeadAttention.fault(
     (SHARED, ""),
 )
 
-# MultiHeadAttention: masks ------------------------------------------------------------
+# MultiHeadAttention: masks and rotation -----------------------------------------------
 
 SIZE = "len(x), 1, x.shape[1], x.shape[1]"
-BLIND = "~mask.any(-1, keepdim=True)"
+ROTATED = "q, k = rotate(q), rotate(k)"
+IF_GIVEN = f"if rotate is not None:\n            {ROTATED}"
 
 MultiHeadAttention.fault(
     "mask_dropped",
@@ -363,16 +261,6 @@ MultiHeadAttention.fault(
     (LOOK, "attention(q, k, v, None if mask is None else ~mask)"),
 )
 MultiHeadAttention.fault(
-    "masked_after_the_softmax",
-    "The mask sets weights to 0 after the softmax, so that the rest no longer sums to "
-    "1. Masked scores must be left out of the softmax.",
-    (
-        "attention_weights(q, k, mask)",
-        "attention_weights(q, k) * (1 if mask is None else mask)",
-    ),
-    edited="attention",
-)
-MultiHeadAttention.fault(
     "always_causal",
     "Later positions are hidden although no mask was given. Who calls it decides.",
     (LOOK, "attention(q, k, v, x.new_ones(x.shape[1], x.shape[1]).tril().bool())"),
@@ -380,8 +268,7 @@ MultiHeadAttention.fault(
 MultiHeadAttention.fault(
     "masks_tiled",
     "Heads and batch are one dimension, and the masks are repeated in the wrong order "
-    "along it: a row gets another row's mask. It hides with one row, and where all "
-    "masks are equal.",
+    "along it: a row gets another row's mask. It hides where all masks are equal.",
     (
         SHARED,
         f"{SHARED}\n        if mask is not None:\n"
@@ -389,68 +276,22 @@ MultiHeadAttention.fault(
         "            mask = tiled.view(len(x), self.n_heads, *tiled.shape[2:])",
     ),
 )
-MultiHeadAttention.fault(
-    "padding_is_an_average",
-    "A query that may look at nothing gets the average of all values, hidden ones "
-    "included: the softmax of equal large negative scores is uniform. It must get "
-    "zeros.",
-    (
-        MIXED,
-        f"merge_heads({LOOK} if mask is None else "
-        f"attention(q.masked_fill({BLIND}, 0), k, v, mask | {BLIND}))",
-    ),
-)
-MultiHeadAttention.fault(
-    "nan_in_the_gradient",
-    "The result is right, but the gradient is NaN: the weights of a query that may "
-    "look at nothing are NaN, and only the output is put in order. The values get "
-    "their gradient through the weights, so overwrite those.",
-    (
-        "attention_weights(q, k, mask) @ v",
-        "attention_weights(q, k) @ v if mask is None else (\n"
-        "        (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)\n"
-        "        .softmax(-1) @ v\n"
-        "    ).nan_to_num(0)",
-    ),
-    edited="attention",
-)
-MultiHeadAttention.fault(
-    "mask_left_out_in_eval",
-    "In eval() the mask is left out. It says who may look at whom in training and "
-    "after it alike.",
-    (LOOK, "attention(q, k, v, mask if self.training else None)"),
-)
-
-# MultiHeadAttention: rotation ---------------------------------------------------------
-
-IF_GIVEN = "if rotate is not None:\n            q, k = rotate(q), rotate(k)"
-ROTATED = "q, k = rotate(q), rotate(k)"
-
-MultiHeadAttention.fault(
-    "rotate_not_guarded",
-    "`rotate` is None when nobody hands one in, and None cannot be called. Ask whether "
-    "there is one: `if rotate is not None`.",
-    (IF_GIVEN, ROTATED),
-)
 MultiHeadAttention.fault("rotate_unused", "`rotate` is never called.", (IF_GIVEN, ""))
-MultiHeadAttention.fault(
-    "only_queries_rotated",
-    "Only the queries are rotated. The score must depend on the distance between query "
-    "and key, so both are turned by their own position.",
-    (ROTATED, "q = rotate(q)"),
-)
-MultiHeadAttention.fault(
-    "only_keys_rotated",
-    "Only the keys are rotated. The score must depend on the distance between query "
-    "and key, so both are turned by their own position.",
-    (ROTATED, "k = rotate(k)"),
-)
-MultiHeadAttention.fault(
-    "values_rotated_too",
-    "The values are rotated as well. Positions decide where a query looks; what is "
-    "found there stays as it is.",
-    (ROTATED, "q, k, v = rotate(q), rotate(k), rotate(v)"),
-)
+for name, what, rotated in (
+    ("only_queries_rotated", "Only the queries are rotated.", "q = rotate(q)"),
+    ("only_keys_rotated", "Only the keys are rotated.", "k = rotate(k)"),
+    (
+        "values_rotated_too",
+        "The values are rotated too.",
+        "q, k, v = rotate(q), rotate(k), rotate(v)",
+    ),
+):
+    MultiHeadAttention.fault(
+        name,
+        f"{what} Queries and keys are, each by its own position, so that the score "
+        "depends on the distance; what is found there stays as it is.",
+        (ROTATED, rotated),
+    )
 MultiHeadAttention.fault(
     "rotated_before_the_split",
     "The queries and keys are rotated before they are split, as if all heads were one "
@@ -461,80 +302,60 @@ MultiHeadAttention.fault(
 )
 MultiHeadAttention.fault(
     "rotated_before_the_transpose",
-    "The queries and keys are rotated while they are still `(B, T, H, Dh)`. The "
-    "rotation takes the second dimension from the end for the position, which is the "
-    "head there.",
-    (
-        ROTATED,
-        "q, k = (rotate(each.transpose(1, 2)).transpose(1, 2) for each in (q, k))",
-    ),
-)
-MultiHeadAttention.fault(
-    "input_rotated",
-    "The input is rotated instead of the queries and the keys, so the values are "
-    "turned too, and all heads as one vector.",
-    (IF_GIVEN, ""),
-    (Q, f"x = x if rotate is None else rotate(x)\n        {Q}"),
+    "The queries and keys are rotated while they are still `(B, T, H, Dh)`, and the "
+    "head is taken for the position: the second dimension from the end.",
+    (ROTATED, "q, k = (rotate(y.transpose(1, 2)).transpose(1, 2) for y in (q, k))"),
 )
 
 # attention_parameters -----------------------------------------------------------------
 
 COUNT = "2 * d_model * d_head * (n_heads + n_kv_heads)"
 
-attention_parameters.fault(
-    "four_squares",
-    "4·d_model² counts four square matrices. They are square only if the heads fill "
-    "d_model and share nothing.",
-    (COUNT, "4 * d_model**2"),
-)
-attention_parameters.fault(
-    "sharing_ignored",
-    "Keys and values are counted with as many heads as the queries. Shared heads have "
-    "fewer weights.",
-    ("n_kv_heads", "n_heads"),
-)
-attention_parameters.fault(
-    "no_output_projection",
-    "One of w_q and w_o is missing. w_o is the way back from the heads to d_model.",
-    (COUNT, "d_model * d_head * (n_heads + 2 * n_kv_heads)"),
-)
-attention_parameters.fault(
-    "biases_counted",
-    "Biases are counted. These layers have none.",
-    (COUNT, f"{COUNT} + (n_heads + 2 * n_kv_heads) * d_head + d_model"),
-)
-attention_parameters.fault(
-    "keys_or_values_forgotten",
-    "Keys and values are counted once. Each has a matrix of its own.",
-    (COUNT, "d_model * d_head * (2 * n_heads + n_kv_heads)"),
-)
-attention_parameters.fault(
-    "keys_and_values_forgotten",
-    "Two of the four matrices are counted, as wide as w_q and w_o. w_k and w_v are "
-    "missing.",
-    (" + n_kv_heads", ""),
-)
-attention_parameters.fault(
-    "all_narrowed",
-    "All four matrices are counted with n_kv_heads. w_q and w_o have n_heads.",
-    ("n_heads + n_kv_heads", "2 * n_kv_heads"),
-)
-attention_parameters.fault(
-    "d_head_ignored",
-    "d_head is taken to be d_model / n_heads. It is a number of its own.",
-    ("d_head", "(d_model // n_heads)"),
-)
-attention_parameters.fault(
-    "square_output",
-    "w_o is counted as d_model × d_model. It leads from n_heads·d_head to d_model.",
-    (COUNT, "d_model * d_head * (n_heads + 2 * n_kv_heads) + d_model**2"),
-)
-attention_parameters.fault(
-    "group_size_for_kv_heads",
-    "The size of a group, n_heads // n_kv_heads, stands where the number of key and "
-    "value heads should.",
-    ("n_kv_heads", "n_heads // n_kv_heads"),
-)
+for name, count, sentence in (
+    (
+        "four_squares",
+        "4 * d_model**2",
+        "4·d_model² counts four square matrices. They are square only if the heads "
+        "fill d_model and share nothing.",
+    ),
+    (
+        "sharing_ignored",
+        "4 * d_model * d_head * n_heads",
+        "Keys and values are counted with as many heads as the queries.",
+    ),
+    (
+        "no_output_projection",
+        "d_model * d_head * (n_heads + 2 * n_kv_heads)",
+        "One of w_q and w_o is missing. w_o leads back from the heads to d_model.",
+    ),
+    (
+        "biases_counted",
+        f"{COUNT} + (n_heads + 2 * n_kv_heads) * d_head + d_model",
+        "Biases are counted. These layers have none.",
+    ),
+    (
+        "keys_or_values_forgotten",
+        "d_model * d_head * (2 * n_heads + n_kv_heads)",
+        "Keys and values are counted once. Each has a matrix of its own.",
+    ),
+    (
+        "keys_and_values_forgotten",
+        "2 * d_model * d_head * n_heads",
+        "Only two matrices are counted, as wide as w_q and w_o: w_k and w_v are "
+        "missing.",
+    ),
+    (
+        "d_head_ignored",
+        "2 * d_model * (d_model // n_heads) * (n_heads + n_kv_heads)",
+        "d_head is taken to be d_model / n_heads. It is a number of its own.",
+    ),
+    (
+        "square_output",
+        "d_model * d_head * (n_heads + 2 * n_kv_heads) + d_model**2",
+        "w_o is counted as d_model × d_model. It leads from n_heads·d_head to d_model.",
+    ),
+):
+    attention_parameters.fault(name, sentence, (COUNT, count))
 
 # Do the parts fit together? -----------------------------------------------------------
 
@@ -562,13 +383,6 @@ masks_and_heads.fault(
     edited="causal_mask",
 )
 masks_and_heads.fault(
-    "rows_are_keys",
-    "causal_mask has the keys down and the queries across, and attention takes rows "
-    "for queries.",
-    (SEEN, f"{SEEN}.T"),
-    edited="causal_mask",
-)
-masks_and_heads.fault(
     "heads_behind_time",
     "split_heads and merge_heads agree on `(B, T, H, Dh)`, and attention reads the "
     "last two dimensions: it mixes the heads of one token, and no token sees another.",
@@ -580,9 +394,8 @@ masks_and_heads.fault(
 )
 masks_and_heads.fault(
     "reshaped_both_ways",
-    "split_heads and merge_heads agree with each other on reading memory straight in "
-    "the final shape, so one undoes the other. But a head gets some tokens whole then, "
-    "instead of a part of each.",
+    "split_heads and merge_heads both read memory straight in the final shape, so one "
+    "undoes the other. But a head gets some tokens whole, not a part of each.",
 )(
     {
         "split_heads": lambda x, n_heads: x.reshape(len(x), n_heads, x.shape[1], -1),
