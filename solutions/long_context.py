@@ -137,7 +137,7 @@ def feature_map(x):
 
     Returns:
         The shape and dtype of `x`: x + 1 where x is above 0, e^x elsewhere. It is not
-        rounded to 0 where e^x is not, and its gradient is finite.
+        rounded to 0 where e^x is not. Its slope is 1 at 0 and above, e^x below.
 
     Katharopoulos et al. (2020), "Transformers are RNNs", section 3.2.2.
     """
