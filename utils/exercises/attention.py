@@ -226,7 +226,7 @@ def _(answer, case, oracle, given):
 
 
 @required(
-    "other dtypes, memory that is not contiguous and other devices work too",
+    "float64, float16, bfloat16 and memory that is not contiguous work too",
     "Return the dtype that came in. A constant that suits float32 may not exist in "
     "float16.",
 )
@@ -242,8 +242,13 @@ def _(answer, case, oracle, given):
     case.agrees(answer, oracle, *map(strided, given(q, k)), mask)
     turned = probe(2, 4, 3, 7, seed=26).transpose(1, 2)
     case.agrees(answer, oracle, *given(turned, k), mask)
+
+
+@required("it creates nothing on another device")
+def _(answer, case, oracle, given):
+    q, k = queries_and_keys(2, 3, seed=20)
     case.any_device(answer, *given(q, k))
-    case.any_device(answer, *given(q, k), mask)
+    case.any_device(answer, *given(q, k), some_mask(4, 5))
 
 
 # Masks --------------------------------------------------------------------------------
@@ -294,7 +299,7 @@ def _(answer, case):
 
 
 @padding_mask.requires(
-    "a row of length 0 and a batch of one row work, at any `t_k` and on any device",
+    "a row of length 0 and a batch of one row work, at any `t_k`",
     "Does it count on a row that is not empty, on several rows, or on some greatest "
     "`t_k`?",
 )
@@ -304,6 +309,10 @@ def _(answer, case):
         lengths = torch.tensor(lengths, dtype=torch.int32)
         expected = slow_padding(lengths, t_k)
         case.equal(case.call(answer, lengths, t_k=t_k), expected, "the mask")
+
+
+@padding_mask.requires("it lies on the device of `lengths`")
+def _(answer, case):
     case.any_device(answer, torch.tensor([3, 5, 1]), 5)
 
 
@@ -376,23 +385,6 @@ def _(answer, case):
 
 
 @SelfAttention.requires(
-    "a second call, eval(), other sizes, dtypes and devices work too",
-    "Nothing about one call may be kept for the next, and eval() changes nothing here.",
-)
-def _(answer, case):
-    module, known = built(answer, case)
-    layer_agrees(case, module, known, probe(2, 5, 6, seed=74), mask=slow_causal(5, 5))
-    layer_agrees(case, module, known, probe(2, 5, 6, seed=75))
-    layer_agrees(case, module, known, probe(1, 7, 6, seed=76), slow_causal(7, 7))
-    module.eval()
-    layer_agrees(case, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
-    case.any_device(module, probe(2, 5, 6))
-    case.any_device(module, probe(2, 5, 6), slow_causal(5, 5))
-    half = {name: weight.half() for name, weight in known.items()}
-    layer_agrees(case, module.half(), half, probe(2, 5, 6, dtype=torch.float16))
-
-
-@SelfAttention.requires(
     "gradients reach x and every weight, and all is finite where nothing may be seen",
 )
 def _(answer, case):
@@ -411,3 +403,25 @@ def _(answer, case):
 
     layer_agrees(case, module, known, x, mask)
     case.gradients_agree(run, partial(slow_layer, mask=mask), x, **known)
+
+
+@SelfAttention.requires(
+    "a second call, eval(), other sizes and dtypes work too",
+    "Nothing about one call may be kept for the next, and eval() changes nothing here.",
+)
+def _(answer, case):
+    module, known = built(answer, case)
+    layer_agrees(case, module, known, probe(2, 5, 6, seed=74), mask=slow_causal(5, 5))
+    layer_agrees(case, module, known, probe(2, 5, 6, seed=75))
+    layer_agrees(case, module, known, probe(1, 7, 6, seed=76), slow_causal(7, 7))
+    module.eval()
+    layer_agrees(case, module, known, probe(2, 5, 6, seed=74), slow_causal(5, 5))
+    half = {name: weight.half() for name, weight in known.items()}
+    layer_agrees(case, module.half(), half, probe(2, 5, 6, dtype=torch.float16))
+
+
+@SelfAttention.requires("it creates nothing on another device")
+def _(answer, case):
+    module, _ = built(answer, case)
+    case.any_device(module, probe(2, 5, 6))
+    case.any_device(module, probe(2, 5, 6), slow_causal(5, 5))

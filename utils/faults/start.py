@@ -21,12 +21,6 @@ softmax.fault(
     ("max(dim=dim", "max(dim=-1"),
 )
 softmax.fault(
-    "dim_ignored",
-    "The weights sum to 1 along the last dimension whatever `dim` says.",
-    ("sum(dim=dim", "sum(dim=-1"),
-    ("max(dim=dim", "max(dim=-1"),
-)
-softmax.fault(
     "mean_subtracted",
     "The mean is subtracted, not the maximum. A score that lies far above its row's "
     "mean still overflows, and a single −inf makes the mean −inf.",
@@ -39,6 +33,7 @@ softmax.fault(
     "sum_of_everything",
     "The exponentials are divided by the sum of the whole tensor, so that all weights "
     "together sum to 1 instead of those along `dim`.",
+    ("scores.max(dim=dim, keepdim=True).values", "scores.max()"),
     ("exponentials.sum(dim=dim, keepdim=True)", "exponentials.sum()"),
 )
 softmax.fault(
@@ -53,22 +48,6 @@ softmax.fault(
     (
         "return exponentials / exponentials.sum(dim=dim, keepdim=True)",
         "return exponentials",
-    ),
-)
-softmax.fault(
-    "logarithm",
-    "This is the logarithm of the weights, log-softmax.",
-    (
-        "return exponentials / exponentials.sum(dim=dim, keepdim=True)",
-        "return (exponentials / exponentials.sum(dim=dim, keepdim=True)).log()",
-    ),
-)
-softmax.fault(
-    "sigmoid",
-    "Each score is squashed by itself. Softmax weights compete: they share a sum of 1.",
-    (
-        "largest = scores.max(dim=dim, keepdim=True).values",
-        "return torch.sigmoid(scores)",
     ),
 )
 softmax.fault(
