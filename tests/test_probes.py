@@ -35,7 +35,6 @@ INTENDED = {
     "moe_parameters": dict.fromkeys(
         ("k", "n_experts", ("k", "n_experts")), "one expert, a dense layer, comes first"
     ),
-    "load_balancing_loss": {"experts[-1]": "k = 1 is Switch's own case"},
     "drop_over_capacity": {"experts[-1]": "k = 1 comes first, then k = 2"},
     "AdamW": {"steps": "one step comes first"},
 }
