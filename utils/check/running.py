@@ -38,7 +38,15 @@ def run_reference(exercise: Exercise, requirement: Requirement) -> Case:
         errors = recorded_errors(exercise)
         n = exercise.requirements.index(requirement)
         return Case(errors=errors[n] if n < len(errors) else [])
-    return run(requirement, exercise.reference, 10 * exercise.seconds)[0]
+    errors: list[float] = []
+    while True:
+        case, problem = run(
+            requirement, exercise.reference, 10 * exercise.seconds, errors
+        )
+        # Its own error in one comparison must not keep it from the next.
+        if problem is None or len(case.errors) <= len(errors):
+            return case
+        errors = case.errors
 
 
 def run_all(exercise: Exercise, answer):
