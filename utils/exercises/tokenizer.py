@@ -28,11 +28,11 @@ BYTES = [bytes([i]) for i in range(256)]
 
 
 def slow_counts(words):
-    counts = Counter()
-    for ids, times in words.items():
-        for pair in pairwise(ids):
-            counts[pair] += times
-    return dict(counts)
+    pairs = {pair for ids in words for pair in pairwise(ids)}
+    return {
+        pair: sum(n * list(pairwise(ids)).count(pair) for ids, n in words.items())
+        for pair in pairs
+    }
 
 
 def slow_merge(ids, pair, new_id):

@@ -60,7 +60,10 @@ def fingerprint() -> dict:
                     for inner, member in list(vars(value).items()):
                         found.update(_entries((name, key, inner), member))
     for exercise in Exercise.registry.values():
-        tests = [(id(r.test), id(r.test.__code__)) for r in exercise.requirements]
+        tests = [
+            (id(r.test), id(getattr(r.test, "func", r.test).__code__))  # of a partial
+            for r in exercise.requirements
+        ]
         found["requirements", exercise.name] = tests
     return found
 
