@@ -4,6 +4,8 @@ Where two sizes are equal, or one is 1, in the first requirement that sees both,
 mistake between them shows later than it should, and is given the name of another.
 """
 
+from itertools import product
+
 import pytest
 
 from tests.probes import always_one, calls_of, coincidences
@@ -17,9 +19,39 @@ INTENDED = {
     "Block": {"x[-2]": STEPS},
     "Transformer": {"ids[-1]": STEPS},
     "shift_right": {"ids[-2]": STEPS},
-    "translate": {"source[-2]": STEPS},
+    "translate": {
+        "source[-2]": STEPS,
+        ("source[-1]", "start_id"): "an id and a length are not taken for one another",
+    },
+    "MultiHeadAttention": {
+        (
+            "argument 2[-1]",
+            "argument 3[-1]",
+        ): "matrices by position, none of the answer's"
+    },
+    "flash_attention": {
+        (block, f"{name}[{at}]"): "block sizes come first that are small, then others"
+        for block, sizes in (
+            ("block_k", ("k-3", "q-3", "v-3")),
+            ("block_q", ("k-4", "q-4", "v-4", "q-2")),
+        )
+        for name, at in (size.split("-", 1) for size in sizes)
+        for at in (f"-{at}",)
+    },
     "flash_kernel": dict.fromkeys(
         ("q[-3]", "q[-4]", "k[-3]", "k[-4]", "v[-3]", "v[-4]"), "one head comes first"
+    )
+    | dict.fromkeys(
+        (
+            tuple(sorted((f"{a}[{i}]", f"{b}[{j}]")))
+            for a, i, b, j in product("qkv", (-3, -4), "qkv", (-3, -4))
+            if i != j
+        ),
+        "one row and one head come first",
+    )
+    | dict.fromkeys(
+        (("block_q", f"{name}[-1]") for name in "qkv"),
+        "16 is the least that a product of blocks takes, and the width comes first so",
     ),
     "KVCache": {"n_layers": STEPS},
     "RollingKVCache": {"n_layers": STEPS},
