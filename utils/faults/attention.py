@@ -216,6 +216,16 @@ attention.fault(
     (WEIGHTS, "attention_weights(q * (q.shape[-1] / v.shape[-1]) ** 0.5, k, mask)"),
 )
 attention.fault(
+    "weights_returned",
+    "These are the attention weights. The values have yet to be averaged by them.",
+    (f"{WEIGHTS} @ v", WEIGHTS),
+)
+attention.fault(
+    "keys_averaged",
+    "The keys are averaged. They say where to look; what is handed over are the values.",
+    (f"{WEIGHTS} @ v", f"{WEIGHTS} @ k"),
+)
+attention.fault(
     "softmax_twice",
     "Softmax is taken of weights that have been through it already, and they come out "
     "nearly equal. `attention_weights` gives what multiplies the values.",
