@@ -20,12 +20,12 @@ from tests.notebooks import (
     run,
 )
 from utils import build, syllabus
-from utils.check.engine import import_specifications
-from utils.check.exercise import Exercise, Joint
+from utils.check import diagnosis
+from utils.check.exercise import Exercise, load_all
 from utils.display import MARKS
 from utils.errors import CheckFailed
 
-import_specifications()
+load_all()
 LESSONS = [lesson.file for lesson in syllabus.lessons()]
 EXERCISES = [
     pytest.param(lesson, name, id=name)
@@ -160,8 +160,9 @@ def test_breaking_a_solved_exercise_is_noticed(lesson, name, monkeypatch, capfd)
     namespace, graded = prepared(lesson.file)
     for other in lesson.exercises:
         namespace[other] = Exercise.registry[other].reference
-    for fault in Exercise.registry[name].faults[:3]:
-        namespace[name] = fault.implementation
+    exercise = Exercise.registry[name]
+    for fault in exercise.faults[:3]:
+        namespace[name] = diagnosis.answer_of(exercise, fault)
         with pytest.raises(CheckFailed):
             execute(graded[f"check_{name}"], namespace)
 
@@ -238,10 +239,9 @@ def test_lessons_import_parts_of_earlier_lessons_only():
         seen |= set(lesson.exercises)
 
 
-def test_joints_and_exercises_belong_to_lessons_that_exist():
+def test_exercises_and_integration_checks_belong_to_lessons_that_exist():
     slugs = {lesson.slug for lesson in syllabus.lessons()}
-    for task in (*Exercise.registry.values(), *Joint.registry.values()):
-        assert task.lesson in slugs
+    assert {each.lesson for each in Exercise.registry.values()} <= slugs
 
 
 def test_a_learner_who_solves_everything_owns_the_package(tmp_path):
