@@ -520,7 +520,7 @@ class TestReport:
         ("spoil", "says"),
         [
             (lambda w: w.mul_(1), "overwritten in place"),
-            (lambda w: w if w else w, "ask whether a whole tensor is true"),
+            (lambda w: w if w > 0 else -w, "ask whether a whole tensor is true"),
             (lambda w: w + None, "Something is None"),
             (lambda w: w.t().view(-1) if w.dim() == 2 else w, "`reshape` copies"),
         ],

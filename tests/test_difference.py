@@ -73,6 +73,7 @@ EQUAL_SHAPES = [
     (X.flatten()[torch.randperm(240)].view_as(X), X, "right ones in another order"),
     (at(2, 2, 3, 4), X, "first 2 positions are right and the rest wrong"),
     (at(2, 1, 2, 3, 4), X, "Only the first position along dimension 2 is right"),
+    (at(0, 0, 1, expected=X[0, 0, 0]), X[0, 0, 0], "first 2 positions are wrong"),
     (at(2, 4), X, "Only the last position along dimension 2 is wrong"),
     (at(0, 1), X, "Only the first position along dimension 0 is right"),
     (at(1, 0, 2), X, "Only position 1 (counted from 0) along dimension 1 is right"),

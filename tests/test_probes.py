@@ -19,10 +19,7 @@ INTENDED = {
     "Block": {"x[-2]": STEPS},
     "Transformer": {"ids[-1]": STEPS},
     "shift_right": {"ids[-2]": STEPS},
-    "translate": {
-        "source[-2]": STEPS,
-        ("source[-1]", "start_id"): "an id and a length are not taken for one another",
-    },
+    "translate": {"source[-2]": STEPS},
     "MultiHeadAttention": {
         (
             "argument 2[-1]",
@@ -48,10 +45,6 @@ INTENDED = {
             if i != j
         ),
         "one row and one head come first",
-    )
-    | dict.fromkeys(
-        (("block_q", f"{name}[-1]") for name in "qkv"),
-        "16 is the least that a product of blocks takes, and the width comes first so",
     ),
     "KVCache": {"n_layers": STEPS},
     "RollingKVCache": {"n_layers": STEPS},

@@ -392,7 +392,7 @@ def some_positions(d: Difference) -> str | None:
         return None
     sentences = []
     for dim in reversed(d.long_dimensions()):
-        bad = d.wrong.transpose(0, dim).flatten(1).any(1)
+        bad = d.wrong_along(dim)
         if bad.all() or not d.telling(d.expected.transpose(0, dim)[~bad]):
             continue
         if text := positions(bad, d.dimension(dim)):
@@ -498,7 +498,7 @@ def counted(d: Difference) -> str | None:
         place = d.wrong.nonzero()[0].tolist()
         return f"{text}: the one at {place}, counted from 0."
     for dim in d.long_dimensions(3):
-        bad = d.wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist()
+        bad = d.wrong_along(dim).nonzero().flatten().tolist()
         if len(bad) <= min(3, d.wrong.shape[dim] // 2):
             which = f"position{'s' * (len(bad) > 1)} {listed([str(i) for i in bad])}"
             return f"{text}, all at {which} of {d.dimension(dim)}, counted from 0."

@@ -90,6 +90,10 @@ class Difference:
         last = d == self.expected.ndim - 1 and d > 0
         return "the last dimension" if last else f"dimension {d}"
 
+    def wrong_along(self, dim: int) -> Tensor:
+        """Which positions of a dimension hold a wrong value."""
+        return self.wrong.transpose(0, dim).reshape(self.wrong.shape[dim], -1).any(1)
+
     def long_dimensions(self, least: int = 2) -> list[int]:
         """The dimensions that have at least this size, from the last one on."""
         sizes = self.expected.shape
