@@ -136,6 +136,33 @@ def test_a_refusal_names_the_line(root):
     assert f"lessons/00_start.md:{line}: exercise softmax: no minutes" in refused
 
 
+@pytest.mark.parametrize(
+    ("fence", "hidden"),
+    [
+        ("```python\nclaim()", True),
+        ("```python folded=false\nclaim()", False),
+        ("```python folded=true\nx = 1", True),
+        ("```python\nx = 1", False),
+    ],
+)
+def test_what_measures_or_draws_is_folded(root, fence, hidden):
+    path = root / "lessons" / "00_start.md"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(f"{text}\n{fence}\n```\n", encoding="utf-8")
+    last = notebook(LessonSource(path), solved=False).cells[-1]
+    assert ("jupyter" in last.metadata) == hidden
+
+
+def test_an_extra_is_marked(root):
+    path = root / "lessons" / "00_start.md"
+    text = path.read_text(encoding="utf-8").replace("minutes=8", "minutes=8 extra=true")
+    path.write_text(text, encoding="utf-8")
+    source = LessonSource(path)
+    assert source.exercises["softmax"]["extra"]
+    cells = notebook(source, solved=False).cells
+    assert any("; an extra, which nothing later needs*" in c.source for c in cells)
+
+
 def test_a_stub_keeps_what_is_given():
     source = (
         "class A:\n    def f(self):\n        given = 1\n"
@@ -245,7 +272,7 @@ def test_a_solution_notebook_is_run_again_after_a_change_but_not_of_faults(cours
     for text in ("fault = 1", "fault = 2"):
         (faults / "start.py").write_text(text)
         assert digest(made, "start", course) == changed
-    made.cells[0].source += "\n"
+    made.cells[1].source += "\n"
     assert digest(made, "start", course) != changed
 
 

@@ -56,6 +56,46 @@ def test_a_learner_s_notebook_holds_no_output_and_no_answer(file):
 
 
 @pytest.mark.parametrize("file", LESSONS)
+def test_the_title_comes_first_then_the_set_up_folded(file):
+    title, start, *rest = lesson_notebook(file).cells
+    assert title.source.startswith("# ")
+    assert start.metadata["tags"] == ["bootstrap"]
+    for cell in (start, *rest):
+        if {"exercise", "check"} & set(cell.metadata.get("tags", [])):
+            assert "jupyter" not in cell.metadata
+        elif cell is start or "claim(" in cell.source:
+            assert cell.metadata["jupyter"] == {"source_hidden": True}
+
+
+@pytest.mark.parametrize("lesson", syllabus.lessons(), ids=lambda lesson: lesson.file)
+def test_the_path_is_short(lesson):
+    """Without what is folded, and what stands under “Going further”."""
+    words, cells = 0, 0
+    for cell in lesson_notebook(lesson.file).cells:
+        if cell.source.startswith("## Going further"):
+            break
+        if cell.cell_type == "code":
+            cells += "jupyter" not in cell.metadata
+        else:
+            path = re.sub("(?s)<details>.*?</details>", "", cell.source)
+            words += len(path.split("\n## Going further\n")[0].split())
+            if "\n## Going further\n" in path:
+                break
+    assert words <= 2000
+    assert cells <= 20
+
+
+@pytest.mark.parametrize("lesson", syllabus.lessons(), ids=lambda lesson: lesson.file)
+def test_nothing_later_needs_an_extra(lesson):
+    extras = set(lesson.exercises) - set(lesson.required)
+    for later in syllabus.lessons():
+        if later is not lesson:
+            assert not extras & names_imported("\n".join(later.imports))
+            solution = syllabus.ROOT / "solutions" / f"{later.slug}.py"
+            assert not extras & names_imported(solution.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("file", LESSONS)
 def test_a_solution_notebook_has_been_run_from_first_to_last(file):
     made = lesson_notebook(file, "solutions")
     nbformat.validate(made)
@@ -109,6 +149,15 @@ def test_output_that_differs_between_machines_is_tagged(file):
         for output in cell.get("outputs", []):
             shown = output.get("text") or output.get("data", {}).get("text/plain", "")
             assert not re.search(r"\d\.\d{7}|\de-\d\d", shown), cell.source
+
+
+def names_imported(source) -> set[str]:
+    return {
+        alias.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
 # What is earned -------------------------------------------------------------------

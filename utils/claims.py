@@ -32,6 +32,11 @@ def does_not_hold(instead: str, supported) -> Verdict:
     return Verdict(f"does not hold: {instead}", bool(supported))
 
 
+def not_decided(what_would_decide: str, supported=True) -> Verdict:
+    """A minute's run does not tell; `what_would_decide` says what would."""
+    return Verdict(f"not decided here: {what_would_decide}", bool(supported))
+
+
 class ClaimError(CourseError):
     """A measurement no longer supports what the lesson says."""
 
@@ -43,15 +48,16 @@ def claim(
 
     number: as in CLAIMS.md, such as "S17", or "02.1" for a lesson's own.
     measured: the value in words, with units, such as "0.98 against 0.41 correct".
-    verdict: from `holds`, `holds_if` or `does_not_hold`.
-    source: where the statement comes from (author, year), or "this lesson".
+    verdict: from `holds`, `holds_if`, `does_not_hold` or `not_decided`.
+    source: where the statement stands, so that it can be looked up (author, year,
+        page), or "this lesson".
 
     Raises `ClaimError` when the measurement does not support the verdict.
     """
     if not isinstance(verdict, Verdict):
         raise TypeError(
-            "a verdict comes from holds(…), holds_if(…) or does_not_hold(…), with the "
-            "comparison that supports it"
+            "a verdict comes from holds(…), holds_if(…), does_not_hold(…) or "
+            "not_decided(…), with the comparison that supports it"
         )
     if not verdict.supported:
         raise ClaimError(

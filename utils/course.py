@@ -12,24 +12,27 @@ def course_map() -> None:
     done = set() if parts.reference_wanted() else parts.saved_names()
     text, rows, following = [], [], None
     for each in lessons():
-        passed = [name for name in each.exercises if name in done]
-        if following is None and len(passed) < len(each.exercises):
+        required = each.required
+        passed = [name for name in required if name in done]
+        extras = len(done & (each.exercises.keys() - set(required)))
+        more = f", {extras} extra" if extras else ""
+        if following is None and len(passed) < len(required):
             following = each
-        marks = bar(len(passed), len(each.exercises))
+        marks = bar(len(passed), len(required))
         text.append(
             f"{each.number}  {each.title:<44} {each.minutes:>3} min  "
-            f"{marks} {len(passed)}/{len(each.exercises)}"
+            f"{marks} {len(passed)}/{len(required)}{more}"
         )
         rows.append(
             f"<tr><td>{each.number}</td>"
             f'<td style="text-align:left"><a href="{each.file}.ipynb">{each.title}</a>'
             f"<br><small>{each.summary}</small></td><td>{each.minutes} min</td>"
-            f"<td>{marks} {len(passed)} of {len(each.exercises)}</td></tr>"
+            f"<td>{marks} {len(passed)} of {len(required)}{more}</td></tr>"
         )
     if following is None:
         last = "Every exercise is solved. `my_transformer` is complete."
     else:
-        left = [name for name in following.exercises if name not in done]
+        left = [name for name in following.required if name not in done]
         last = f"Next: lesson {following.number}, {following.title}: {', '.join(left)}."
     show(
         "\n".join([*text, last]),

@@ -18,7 +18,8 @@ FILE = ROOT / "utils" / "syllabus.json"
 class Lesson:
     """One lesson, as its source describes it.
 
-    exercises: by name, in order, {"difficulty": 1 to 5, "minutes": …}.
+    exercises: by name, in order, {"difficulty": 1 to 5, "minutes": …}, and
+        "extra": True for those that nothing later needs.
     imports: what its cells import, without the course's tools: a line per name, and
         whole statements where `try` or `if` decides on an import.
     """
@@ -38,6 +39,15 @@ class Lesson:
     @property
     def number(self) -> str:
         return self.file.partition("_")[0]
+
+    @property
+    def required(self) -> list[str]:
+        """The exercises that are no extras."""
+        return [n for n, about in self.exercises.items() if not about.get("extra")]
+
+    def marked(self, name: str) -> str:
+        """The exercise's name, and whether it is an extra."""
+        return name if name in self.required else f"{name} (extra)"
 
     @property
     def notebook(self) -> Path:

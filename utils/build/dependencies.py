@@ -18,13 +18,22 @@ def digest(nb, slug: str, root: Path = ROOT) -> str:
     state = hashlib.sha256()
     for cell in code_cells(nb):
         state.update(f"{cell.source}\0{cell.metadata.get('tags')}\0".encode())
-    for path in [*depends_on(nb, slug, root), root / "requirements.txt"]:
+    read = {root / "requirements.txt", *_records(nb, root)}
+    for path in [*depends_on(nb, slug, root), *sorted(read)]:
         state.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     if any("course_map" in cell.source for cell in nb.cells):
         for each in syllabus.lessons():
             shown = each.file, each.title, each.summary, each.minutes, *each.exercises
             state.update(repr(shown).encode())
     return state.hexdigest()
+
+
+def _records(nb, root: Path) -> list[Path]:
+    """The results of long runs that a notebook reads."""
+    code = "\n".join(cell.source for cell in code_cells(nb))
+    names = re.findall(r'recorded\("(\w+)"\)', code)
+    paths = [root / "utils" / "recorded" / f"{name}.json" for name in names]
+    return [path for path in paths if path.is_file()]
 
 
 def depends_on(nb, slug: str, root: Path = ROOT) -> list[Path]:

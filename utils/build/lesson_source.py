@@ -15,6 +15,8 @@ from utils.check.exercise import Exercise
 from utils.imports import lesson_imports
 from utils.syllabus import ROOT
 
+FURTHER = "\n## Going further\n"
+
 
 def lesson_paths() -> list[Path]:
     """Every lesson's source, in the order of the course."""
@@ -31,7 +33,7 @@ class LessonSource:
         parsed = jupytext.reads(self.text, fmt="md")
         self.cells, self.about = parsed.cells, parsed.metadata.get("course", {})
         self.problems: list[str] = []
-        self.exercises: dict[str, dict] = {}  # name → difficulty and minutes
+        self.exercises: dict[str, dict] = {}  # name → difficulty, minutes, "extra"
         solutions = self.root / "solutions" / f"{self.slug}.py"
         self.answers = answers(solutions) if solutions.is_file() else {}
         self._check_front_matter()
@@ -54,6 +56,8 @@ class LessonSource:
         self.problems.append(f"lessons/{self.path.name}:{line}: {problem}")
 
     def _check_front_matter(self):
+        if not self.text.count(FURTHER) <= 1:
+            self._refuse(FURTHER, "“Going further” stands twice")
         for key, kind in (("title", str), ("summary", str), ("minutes", int)):
             if not isinstance(self.about.get(key), kind):
                 self._refuse("course:", f"the front matter lacks course.{key}")
@@ -97,6 +101,8 @@ class LessonSource:
         if not self._specified(name):
             refuse(f"no requirements in utils/exercises/{self.slug}.py")
         self.exercises[name] = {"difficulty": difficulty, "minutes": minutes}
+        if cell.metadata.get("extra"):
+            self.exercises[name]["extra"] = True
 
     def _specified(self, name) -> bool:
         if not (self.root / "utils" / "exercises" / f"{self.slug}.py").is_file():

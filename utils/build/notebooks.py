@@ -6,6 +6,8 @@ import re
 
 import nbformat
 
+EXTRA = "; an extra, which nothing later needs"
+
 BOOTSTRAP = """\
 # Run this cell first: it finds the course's folder and gets the notebook ready.
 import sys
@@ -32,10 +34,10 @@ def notebook(source, solved: bool):
     """The learner's notebook of a `LessonSource`, or the solution one before it runs.
 
     An exercise's cell holds the stub or the answer, and its check gets the name of the
-    exercise as text.
+    exercise as text. The title comes first, then the set-up cell, folded; cells that
+    measure or draw are folded too.
     """
-    arguments = f'"{source.file}"' + ", solved_notebook=True" * solved
-    cells = [_code(BOOTSTRAP.replace("LESSON", arguments), ["bootstrap"])]
+    cells = []
     for i, cell in enumerate(source.cells):
         tags = cell.metadata.get("tags", [])
         name = cell.metadata.get("exercise")
@@ -56,7 +58,11 @@ def notebook(source, solved: bool):
             cells.append(check)
         else:
             floats = "claim(" in cell.source
-            cells.append(_code(cell.source, [*tags, *["nbval-ignore-output"] * floats]))
+            code = _code(cell.source, [*tags, *["nbval-ignore-output"] * floats])
+            cells.append(_folded(code) if folds(cell) else code)
+    arguments = f'"{source.file}"' + ", solved_notebook=True" * solved
+    start = _code(BOOTSTRAP.replace("LESSON", arguments), ["bootstrap"])
+    cells.insert(cells[0].cell_type == "markdown", _folded(start))
     _number(source.file, cells)
     exercises = [{"name": n, **effort} for n, effort in source.exercises.items()]
     return nbformat.from_dict(
@@ -75,6 +81,12 @@ def notebook(source, solved: bool):
             "cells": cells,
         }
     )
+
+
+def folds(cell) -> bool:
+    """Whether a lesson's cell only measures or draws; its fence may say otherwise."""
+    shows = "claim(" in cell.source or "plt.show()" in cell.source
+    return cell.metadata.get("folded", shows)
 
 
 def check_call(name: str) -> str:
@@ -98,6 +110,12 @@ def _code(text, tags):
     return cell
 
 
+def _folded(cell):
+    """A cell whose source JupyterLab shows as one line; its output stays."""
+    cell.metadata["jupyter"] = {"source_hidden": True}
+    return cell
+
+
 def _with_effort(source, i, cell) -> str:
     """The text before an exercise, with difficulty and minutes under its heading."""
     following = source.cells[i + 1] if i + 1 < len(source.cells) else None
@@ -106,7 +124,7 @@ def _with_effort(source, i, cell) -> str:
     level, minutes = following.metadata["difficulty"], following.metadata["minutes"]
     effort = (
         f"*Difficulty {'●' * level}{'○' * (5 - level)} ({level} of 5), "
-        f"about {minutes} minutes*"
+        f"about {minutes} minutes{EXTRA * following.metadata.get('extra', False)}*"
     )
     headings = list(re.finditer(r"^#+ .*Exercise.*$", cell.source, re.MULTILINE))
     end = headings[-1].end()

@@ -1,6 +1,8 @@
 """The pages that are made from all lessons: CLAIMS.md, the course map, the syllabus."""
 
 import json
+from itertools import groupby
+from operator import itemgetter
 
 import nbformat
 
@@ -37,29 +39,42 @@ def claims_page(sources) -> str:
                 about = output.get("data", {}).get(CLAIM)
                 if about:
                     claims.append((about["number"], source.file, about))
-    columns = ("sentence", "source", "measured", "verdict")
-    rows = [
-        f"| {number} | "
-        + " | ".join(about[column].replace("|", "\\|") for column in columns)
-        + f" | [{file}](solutions/{file}.ipynb) |"
-        for number, file, about in sorted(
-            claims, key=lambda row: (not row[0].startswith("S"), row[0], row[1])
-        )
-    ]
+    order = sorted(claims, key=lambda row: (not row[0].startswith("S"), *row[:2]))
+    by_number = groupby(order, itemgetter(0))
     return "\n".join(
         [
             "# What the lessons measured",
             "",
             "Statements that textbooks make (S…) and the lessons' own, each measured "
             "in the notebook named last, which fails if its measurement no longer "
-            "supports the verdict. Collected from the executed solution notebooks by "
-            "`make build`.",
+            "supports the verdict: it holds, holds under a condition, does not hold, "
+            "or is not decided by what a notebook can run in its minute. Collected "
+            "from the executed solution notebooks by `make build`.",
             "",
             "| no | statement | source | measured | verdict | lesson |",
             "|---|---|---|---|---|---|",
-            *rows,
+            *(_row(number, list(group)) for number, group in by_number),
             "",
         ]
+    )
+
+
+def _row(number, group) -> str:
+    """One statement; what several lessons measured of it stands below each other."""
+
+    def column(texts):
+        return "<br>".join(dict.fromkeys(text.replace("|", "\\|") for text in texts))
+
+    keys = ("sentence", "source", "measured", "verdict")
+    columns = [column(about[key] for *_, about in group) for key in keys]
+    columns.append(column(f"[{file}](solutions/{file}.ipynb)" for _, file, _ in group))
+    return f"| {number} | {' | '.join(columns)} |"
+
+
+def _written(exercises) -> str:
+    return ", ".join(
+        f"`{name}`{' (extra)' * about.get('extra', False)}"
+        for name, about in exercises.items()
     )
 
 
@@ -67,7 +82,7 @@ def with_course_map(readme: str, sources) -> str:
     """The README with the table of lessons between its two markers."""
     rows = [
         f"| [{each.file}](notebooks/{each.file}.ipynb) | {each.about['title']} | "
-        f"{each.about['summary']} | {', '.join(f'`{n}`' for n in each.exercises)} | "
+        f"{each.about['summary']} | {_written(each.exercises)} | "
         f"{each.about['minutes']} |"
         for each in sources
     ]

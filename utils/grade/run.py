@@ -63,11 +63,16 @@ class Result:
 
     @property
     def possible(self) -> int:
-        return self.lesson.exercises[self.exercise]["difficulty"]
+        """What counts as all: an extra's points come on top."""
+        return self._difficulty if self.exercise in self.lesson.required else 0
 
     @property
     def points(self) -> int:
-        return self.possible if self.status == PASSED else 0
+        return self._difficulty if self.status == PASSED else 0
+
+    @property
+    def _difficulty(self) -> int:
+        return self.lesson.exercises[self.exercise]["difficulty"]
 
 
 @dataclass

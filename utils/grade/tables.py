@@ -53,7 +53,7 @@ def as_text(grades: Grades) -> str:
     pieces = partial(grades)
     rows = _rows(grades)
     for lesson in syllabus.lessons():
-        table = [["", *lesson.exercises, "points"]]
+        table = [["", *map(lesson.marked, lesson.exercises), "points"]]
         for (learner, file), results in rows.items():
             if file == lesson.file:
                 points = sum(r.points for r in results)
@@ -250,7 +250,9 @@ def class_page(grades: Grades) -> str:
                 link = f'<a href="{page_name(learner)}">{escape(learner)}</a>'
                 lines.append(f"<tr><td>{link}</td>{cells}<td>{points}</td></tr>")
         if lines:
-            head = "".join(f"<th>{name}</th>" for name in lesson.exercises)
+            head = "".join(
+                f"<th>{lesson.marked(name)}</th>" for name in lesson.exercises
+            )
             body.append(
                 f"<h2>{lesson.number} {escape(lesson.title)}</h2><table><tr><th></th>"
                 f"{head}<th>points</th></tr>{''.join(lines)}</table>"
