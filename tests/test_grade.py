@@ -789,6 +789,7 @@ def test_a_stopped_grader_leaves_no_process_and_no_folder(tmp_path):
     deadline = time.monotonic() + 60
     while not list(place.glob("grade-*/grade-*")) and time.monotonic() < deadline:
         time.sleep(0.1)
+    time.sleep(1)  # until the answer runs, not only its folder is there
     grader.send_signal(signal.SIGINT)
     out, err = grader.communicate(timeout=30)
     assert grader.returncode == 130, err

@@ -1,4 +1,4 @@
-"""`python -m utils.train`: trains, stops, goes on, and says in a sentence what is wrong."""
+"""`python -m utils.train`: trains, stops, goes on, and says what is wrong."""
 
 import re
 

@@ -1,11 +1,11 @@
-"""Builds the notebooks, the syllabus and the pages from the lessons' sources."""
+"""Builds notebooks, pictures, syllabus and pages from the lessons' sources."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
 
-from utils import syllabus
+from utils import diagrams, syllabus
 from utils.build.dependencies import depends_on, digest
 from utils.build.errors import BuildError
 from utils.build.execution import execute
@@ -64,6 +64,7 @@ def build(check: bool, only: list[str], force: bool) -> list[str]:
     for source in sources:
         path = ROOT / "notebooks" / f"{source.file}.ipynb"
         output.write(path, dumps(notebook(source, solved=False)))
+    _bring_pictures_up_to_date(output)
     output.write(ROOT / "utils" / "syllabus.json", syllabus_json(sources))
     syllabus.lessons.cache_clear()
     for source in sources:
@@ -88,6 +89,16 @@ def _sources() -> list[LessonSource]:
     if problems:
         raise BuildError("\n".join(problems))
     return sources
+
+
+def _bring_pictures_up_to_date(output):
+    folder, names = ROOT / "diagrams", diagrams.names()
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        output.write(folder / f"{name}.svg", diagrams.svg(name))
+    for path in folder.glob("*.svg"):
+        if path.stem not in names:
+            output.remove(path)
 
 
 def _bring_solution_up_to_date(source, output, force):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jupytext
 
+from utils import diagrams
 from utils.build.errors import BuildError
 from utils.build.references import BEGIN, END, answers
 from utils.check import fault
@@ -40,6 +41,7 @@ class LessonSource:
         for i, cell in enumerate(self.cells):
             if "exercise" in cell.metadata:
                 self._check_exercise(i, cell)
+        self._check_pictures()
         self._check_nothing_left_over()
         self._check_faults()
         if self.problems:
@@ -110,6 +112,19 @@ class LessonSource:
         import_module(f"utils.exercises.{self.slug}")
         known = Exercise.registry.get(name)
         return known is not None and known.lesson == self.slug and known.requirements
+
+    def _check_pictures(self):
+        """Every picture is one that `utils.diagrams` draws, and says what it shows."""
+        for sentence, target in re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", self.text):
+            name = target.removeprefix("../diagrams/").removesuffix(".svg")
+            if target != f"../diagrams/{name}.svg" or name not in diagrams.names():
+                self._refuse(re.escape(target), f"no picture is drawn for {target}")
+            if len(sentence.split()) < 5:
+                self._refuse(
+                    re.escape(target),
+                    f"{target} lacks a sentence of five words or more for those who "
+                    "cannot see it",
+                )
 
     def _check_faults(self):
         """A fault is an edit of the reference, so what it replaces stands there."""
