@@ -30,14 +30,14 @@ def draw() -> Drawing:
 
         return value
 
+    listed = ", ".join(f"{weight:.2f}" for weight in weights[ROW])
     d = Drawing(
         *(850, 205),
         "Attention of one query, in numbers",
         f"The query of “{WORDS[ROW]}” is multiplied with every key, which gives the "
-        f"scores {', '.join(map(str, scores[ROW]))}. Divided by the root of 3, the last "
-        "one hidden, they become the weights "
-        f"{', '.join(f'{w:.2f}' for w in weights[ROW])}, and the output is the sum of "
-        "the values with these weights.",
+        f"scores {', '.join(map(str, scores[ROW]))}. Divided by the root of 3, the "
+        f"last one hidden, they become the weights {listed}; the output is the values' sum "
+        "with these weights.",
     )
     rim = ROW, 0, 1, 3
     d.tensor(

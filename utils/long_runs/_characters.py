@@ -18,15 +18,16 @@ from my_transformer import (
 from utils import texts
 from utils.progress import progress
 
-BATCH, T = 32, 32
+BATCH, T = 16, 64
 
 
 @functools.cache
 def text():
     """The text as ids, in three parts: to train, to choose rates, to test; and V."""
-    source = "".join(c if c.isascii() else "?" for c in texts.code(400_000))
+    source = "".join(c if c.isascii() else "?" for c in texts.code(4_000_000))
     letters = sorted(set(source))
-    data = torch.tensor([letters.index(c) for c in source])
+    number = {letter: i for i, letter in enumerate(letters)}
+    data = torch.tensor([number[letter] for letter in source])
     tenth = len(data) // 10
     train, choose, test = data.split([8 * tenth, tenth, len(data) - 9 * tenth])
     return train, choose, test, len(letters)
@@ -43,7 +44,7 @@ def transformer(d_model: int, n_layers: int, d_ff: int) -> nn.Module:
 
 
 @torch.no_grad()
-def losses(model, data, n_pieces=512):
+def losses(model, data, n_pieces=256):
     """Mean loss over pieces, and over the last quarter of each alone."""
     inputs, targets = get_batch(data, n_pieces, T, torch.Generator().manual_seed(1))
     logits = model(inputs)

@@ -5,8 +5,9 @@ import torch
 from utils.long_runs._characters import losses, size, text, train, transformer
 
 ABOUT = (
-    "Transformers of four widths and three depths on the standard library's source, "
-    "each trained anew for each number of steps, at four peak rates."
+    "Transformers of four widths and three depths on four million characters of the "
+    "standard library's source, each trained anew for each number of steps and at each "
+    "of four peak rates."
 )
 MINUTES = 30
 SHAPES = [[8, 2, 21], [16, 2, 42], [32, 2, 85], [64, 2, 170]]  # d_model, n_layers, d_ff
