@@ -2,6 +2,7 @@
 # make build  notebooks from their sources    make format ruff over code and lessons
 # make grade SUBMISSIONS=folder               learners' notebooks, tables into OUT=grades
 # make test-browser  a learner in JupyterLab  make handout  the course without solutions
+# make book   the course as a site to read, in build/book
 #
 # PYTHON=python3.13 chooses the interpreter, PIP_FLAGS="…" is handed to pip install.
 
@@ -15,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Where a cell ends its kernel (`exit()`), nbval would wait for 2,000 seconds.
 NBVAL := --nbval --nbval-cell-timeout=120
 
-.PHONY: lab test test-browser build grade handout format
+.PHONY: lab test test-browser build grade handout book format
 
 lab: $(VENV)/.lab
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. notebooks/00_start.ipynb
@@ -35,6 +36,9 @@ grade: $(VENV)/.lab
 
 handout: $(VENV)/.dev
 	$(BIN)/python -m utils.handout
+
+book: $(VENV)/.dev
+	$(BIN)/python -m utils.book
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -24,7 +24,15 @@ from utils.errors import CourseError
 MANIFEST = ".handout.json"  # what an earlier run wrote, by path, with its SHA-256
 COMMENT = b"a handout of the course"  # in the archive, to know it again
 # Of `utils`, what only those need who build, grade or hand out.
-LEFT_OUT = ("build", "diagrams", "faults", "grade", "handout.py", "recorder.py")
+LEFT_OUT = (
+    "book.py",
+    "build",
+    "diagrams",
+    "faults",
+    "grade",
+    "handout.py",
+    "recorder.py",
+)
 LEFT_OUT += ("__pycache__",)
 AS_IT_STANDS = (
     "LICENSE",

@@ -1,5 +1,6 @@
 """Makes the notebooks of a lesson from its source: the same bytes every time."""
 
+import ast
 import hashlib
 import json
 import re
@@ -84,9 +85,19 @@ def notebook(source, solved: bool):
 
 
 def folds(cell) -> bool:
-    """Whether a lesson's cell only measures or draws; its fence may say otherwise."""
+    """Whether a lesson's cell only measures, draws or imports.
+
+    Its fence may say otherwise.
+    """
     shows = "claim(" in cell.source or "plt.show()" in cell.source
-    return cell.metadata.get("folded", shows)
+    return cell.metadata.get("folded", shows or _only_imports(cell.source))
+
+
+def _only_imports(source: str) -> bool:
+    kinds = (ast.Import, ast.ImportFrom)
+    lines = re.sub(r"(?m)^\s*[%!].*$", "", source)
+    body = ast.parse(lines).body
+    return bool(body) and all(isinstance(node, kinds) for node in body)
 
 
 def check_call(name: str) -> str:

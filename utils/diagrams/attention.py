@@ -35,9 +35,9 @@ def draw() -> Drawing:
         *(850, 205),
         "Attention of one query, in numbers",
         f"The query of “{WORDS[ROW]}” is multiplied with every key, which gives the "
-        f"scores {', '.join(map(str, scores[ROW]))}. Divided by the root of 3, the "
-        f"last one hidden, they become the weights {listed}; the output is the values' sum "
-        "with these weights.",
+        f"scores {', '.join(map(str, scores[ROW]))}. Divided by the root of 3, "
+        f"the last one hidden, they become the weights {listed}; the output is the "
+        "values' sum with these weights.",
     )
     rim = ROW, 0, 1, 3
     d.tensor(
