@@ -229,6 +229,15 @@ class Drawing:
         """A sign between two tensors."""
         self.text(x, y + 5, sign, size=15, bold=True)
 
+    def times(self, x, y) -> None:
+        """⊗: multiplied number by number."""
+        self._add(
+            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="9" class="ink-f ink-l" '
+            'stroke-width="1.5"/>'
+        )
+        self.line((x - 4, y - 4), (x + 4, y + 4))
+        self.line((x - 4, y + 4), (x + 4, y - 4))
+
     # The file -------------------------------------------------------------------------
 
     def svg(self) -> str:
