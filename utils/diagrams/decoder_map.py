@@ -29,10 +29,10 @@ def draw() -> Drawing:
         "A decoder, and the lesson of each of its parts",
         "From the bottom up: the tokenizer of lesson 07 makes ids of text, an "
         "embedding makes vectors, and a residual stream carries them through blocks of "
-        "attention, lessons 02 to 04, and a feed-forward network, lesson 05 or 12, with the norms "
-        "and residuals of lesson 06. Lesson 08 assembles it all and generates text. "
-        "Beside it stand training, 09, the cache, 10, FlashAttention, 11, and long "
-        "context, 14.",
+        "attention, lessons 02 to 04, and a feed-forward network, lesson 05 or "
+        "12, with the norms and residuals of lesson 06. Lesson 08 assembles it all and "
+        "generates text. Beside it stand training, 09, the cache, 10, FlashAttention, "
+        "11, and long context, 14.",
     )
     d.frame(300, 126, 210, 260)
     d.text(500, 143, "× n_layers", "plain", 12, "end")
