@@ -6,6 +6,7 @@ thick line; hatching hides; a dark rim marks what is followed in numbers. Length
 pixels. A drawing stands on a card of its own and has a second palette for dark pages.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
@@ -228,6 +229,37 @@ class Drawing:
     def operator(self, x, y, sign) -> None:
         """A sign between two tensors."""
         self.text(x, y + 5, sign, size=15, bold=True)
+
+    def ring(self, x, y, radius, kind="ink", width=1.5) -> None:
+        """A circle's line."""
+        self._add(
+            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" class="{kind}-l" '
+            f'fill="none" stroke-width="{_n(width)}"/>'
+        )
+
+    def times(self, x, y) -> None:
+        """⊗: multiplied number by number."""
+        self._add(
+            f'<circle cx="{_n(x)}" cy="{_n(y)}" r="9" class="ink-f ink-l" '
+            'stroke-width="1.5"/>'
+        )
+        self.line((x - 4, y - 4), (x + 4, y + 4))
+        self.line((x - 4, y + 4), (x + 4, y - 4))
+
+    def sector(self, x, y, radius, start, end, kind="query", strength=0.3) -> None:
+        """A piece of a disc between two angles, counter-clockwise from the right."""
+        full = f'class="{kind}-d" fill-opacity="{round(strength, 2):g}"'
+        if end - start >= 2 * math.pi:
+            self._add(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" {full}/>')
+            return
+        ends = [
+            f"{_n(x + radius * math.cos(a))},{_n(y - radius * math.sin(a))}"
+            for a in (start, end)
+        ]
+        self._add(
+            f'<path d="M{_n(x)},{_n(y)} L{ends[0]} A{_n(radius)},{_n(radius)} 0 '
+            f'{int(end - start > math.pi)} 0 {ends[1]} z" {full}/>'
+        )
 
     # The file -------------------------------------------------------------------------
 
