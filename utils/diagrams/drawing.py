@@ -229,6 +229,10 @@ class Drawing:
         """A sign between two tensors."""
         self.text(x, y + 5, sign, size=15, bold=True)
 
+    def gap(self, x, y, width, height) -> None:
+        """Hide what lies there: what comes next passes in front of it."""
+        self._rect(x, y, width, height, 'class="ink-f"')
+
     # The file -------------------------------------------------------------------------
 
     def svg(self) -> str:
