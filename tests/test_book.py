@@ -35,7 +35,7 @@ class Requests(HTMLParser):
 
 
 def test_no_page_asks_another_host(site):
-    for page in site.rglob("*.html"):
+    for page in (*site.glob("*.html"), *site.glob("lessons/*.html")):
         requests = Requests()
         requests.feed(page.read_text(encoding="utf-8"))
         for address in filter(None, requests.found):
