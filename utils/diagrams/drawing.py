@@ -9,6 +9,7 @@ pixels. A drawing stands on a card of its own and has a second palette for dark 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 CELL = 20
 LETTERS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -113,6 +114,7 @@ class Drawing:
         followed: tuple[int, int, int, int] | None = None,
         cell: float = CELL,
         height: float | None = None,
+        ground: bool = True,
     ) -> Area:
         """A grid of cells.
 
@@ -123,7 +125,8 @@ class Drawing:
         """
         height = height or cell
         area = Area(x, y, cols * cell, rows * height)
-        self._rect(*(x, y, area.width, area.height), f'class="{kind}-f"')
+        if ground:
+            self._rect(*(x, y, area.width, area.height), f'class="{kind}-f"')
         for r in range(rows):
             for c in range(cols):
                 left, top = x + c * cell, y + r * height
@@ -160,6 +163,27 @@ class Drawing:
         below = area.bottom + 16 + 18 * bool(shape)
         self.text(area.middle, below, purpose, "plain", 12)
         return area
+
+    def mask(self, x, y, allowed, name="", kind="query", cell=CELL, **more) -> Area:
+        """A table of who may look (rows of booleans), in two paths; the rest as tensor."""
+        height = more.get("height") or cell
+        for wanted, look in ((True, f'class="{kind}-d" fill-opacity="0.45"'),) + (
+            (False, 'fill="url(#hidden)"'),
+        ):
+            path = ""
+            for r, row in enumerate(allowed):
+                c = 0
+                for may, run in groupby(map(bool, row)):
+                    n = len(list(run))
+                    if may == wanted:
+                        path += f"M{_n(x + c * cell)},{_n(y + r * height)}"
+                        path += f"h{_n(n * cell)}v{_n(height)}h{_n(-n * cell)}z"
+                    c += n
+            self._add(f'<path d="{path}" {look}/>')
+        rows, cols = len(allowed), len(allowed[0])
+        return self.tensor(
+            x, y, rows, cols, kind, name, cell=cell, ground=False, **more
+        )
 
     # Boxes, lines, arrows -------------------------------------------------------------
 
