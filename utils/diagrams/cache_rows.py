@@ -19,10 +19,10 @@ def draw() -> Drawing:
     d = Drawing(
         *(830, 306),
         "Reading the whole text again, or one row",
-        f"Four tokens are written behind a prompt of {PROMPT} words. Given the whole text "
-        f"each time, the model computes {again} rows of queries, keys and values. With the "
-        f"keys and values in a cache it computes {cached}: the prompt once, then one row "
-        "a pass, whose query meets the kept keys.",
+        f"{len(PASSES)} tokens are written behind a prompt of {PROMPT} words. Given the whole "
+        f"text each time, the model computes {again} rows of queries, keys and "
+        f"values. With the keys and values in a cache it computes {cached}: the "
+        "prompt once, then one row a pass, whose query meets the kept keys.",
     )
     for left, name, kept in (
         (78, "the whole text again", False),
@@ -36,11 +36,7 @@ def draw() -> Drawing:
                 at = x + 20 * c
                 if old and kind != "query":
                     d.tensor(at, 70, old, 1, kind)
-                new, top = length - old, 70 + 20 * old
-                d.tensor(
-                    at, top, 1, 1, kind, height=20 * new, strength=lambda r, c: 0.6
-                )
-                d.tensor(at, top, new, 1, kind, ground=False)
+                d.mask(at, 70 + 20 * old, [[True]] * (length - old), kind=kind)
                 d.text(at + 10, 63, kind[0], kind, 12, bold=True)
             if i:
                 end = 70 + 20 * (length - 1)

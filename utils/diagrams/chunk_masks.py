@@ -19,10 +19,10 @@ def draw() -> Drawing:
     d = Drawing(
         *(790, 240),
         "Who may look: a prompt, padding, a prefix",
-        "Four tables, row = query, column = key. In a prompt of four words each sees itself "
-        "and what stands before it. In a row with two tokens of padding at the left nobody "
-        "looks at these columns. Two words behind a prefix of three see the prefix and "
-        "each other's past. One word alone sees everything.",
+        "Four tables, row = query, column = key. In a prompt of four words each "
+        "sees itself and what stands before it. In a row with two tokens of padding "
+        "at the left nobody looks at these columns. Two words behind a prefix of "
+        "three see the prefix and each other's past. One word alone sees everything.",
     )
 
     def panel(x, y, t_q, words, name, says, padding=0):

@@ -165,11 +165,10 @@ class Drawing:
         return area
 
     def mask(self, x, y, allowed, name="", kind="query", cell=CELL, **more) -> Area:
-        """A table of who may look (rows of booleans), in two paths; the rest as tensor."""
+        """A table of who may look (rows of booleans), in two paths; else a tensor."""
         height = more.get("height") or cell
-        for wanted, look in ((True, f'class="{kind}-d" fill-opacity="0.45"'),) + (
-            (False, 'fill="url(#hidden)"'),
-        ):
+        shown, hatched = f'class="{kind}-d" fill-opacity="0.45"', 'fill="url(#hidden)"'
+        for wanted, look in ((True, shown), (False, hatched)):
             path = ""
             for r, row in enumerate(allowed):
                 c = 0
@@ -179,7 +178,8 @@ class Drawing:
                         path += f"M{_n(x + c * cell)},{_n(y + r * height)}"
                         path += f"h{_n(n * cell)}v{_n(height)}h{_n(-n * cell)}z"
                     c += n
-            self._add(f'<path d="{path}" {look}/>')
+            if path:
+                self._add(f'<path d="{path}" {look}/>')
         rows, cols = len(allowed), len(allowed[0])
         return self.tensor(
             x, y, rows, cols, kind, name, cell=cell, ground=False, **more
@@ -252,6 +252,16 @@ class Drawing:
     def operator(self, x, y, sign) -> None:
         """A sign between two tensors."""
         self.text(x, y + 5, sign, size=15, bold=True)
+
+    def flow(self, x, x2, y, width, kind="ink") -> None:
+        """A level arrow as wide as what flows."""
+        to, half = (1 if x2 > x else -1), width / 2
+        tip, head = 8 + half / 2, half + 4
+        points = (x, y - half), (x2 - tip * to, y - half), (x2 - tip * to, y - head)
+        points += ((x2, y),)
+        points += tuple((across, 2 * y - down) for across, down in points[2::-1])
+        path = " ".join(f"{_n(across)},{_n(down)}" for across, down in points)
+        self._add(f'<polygon points="{path}" class="{kind}-d" fill-opacity="0.75"/>')
 
     # The file -------------------------------------------------------------------------
 

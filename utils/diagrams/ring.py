@@ -15,9 +15,10 @@ def draw() -> Drawing:
     d = Drawing(
         *(780, 300),
         "A cache that forgets, as a ring",
-        f"A ring of {WINDOW} places. Position p has its place at p modulo {WINDOW}, so "
-        f"position {NEW} is written over position {gone}, which no query will look at "
-        f"again. Read out, oldest first, are positions {seen[0]} to {seen[-1]}.",
+        f"A ring of {WINDOW} places. Position p has its place at p modulo {WINDOW}, "
+        f"so position {NEW} is written over position {gone}, which no query will "
+        f"look at again. Read out, oldest first, are positions {seen[0]} to "
+        f"{seen[-1]}.",
     )
     x, y, radius = 150, 150, 88
     d.text(x, y - 6, "place")
