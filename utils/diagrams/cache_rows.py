@@ -19,9 +19,9 @@ def draw() -> Drawing:
     d = Drawing(
         *(830, 306),
         "Reading the whole text again, or one row",
-        f"{len(PASSES)} tokens are written behind a prompt of {PROMPT} words. Given the whole "
-        f"text each time, the model computes {again} rows of queries, keys and "
-        f"values. With the keys and values in a cache it computes {cached}: the "
+        f"{len(PASSES)} tokens are written behind a prompt of {PROMPT} words. Given "
+        f"the whole text each time, the model computes {again} rows of queries, keys "
+        f"and values. With the keys and values in a cache it computes {cached}: the "
         "prompt once, then one row a pass, whose query meets the kept keys.",
     )
     for left, name, kept in (

@@ -54,7 +54,7 @@ def draw() -> Drawing:
     d.text(
         270,
         244,
-        f"Token {lost[0]} loses both: the residual stream carries it on.",
+        f"Token {lost[0]} loses both: the residual connection carries it on.",
         "plain",
         12,
         "start",
