@@ -104,8 +104,8 @@ def chip(d, steps):
         d.text(columns[3], y, says, kind)
         d.text(columns[4], y, f"{total:.2f}")
     lines = (
-        "A larger maximum makes the old sum ℓ and the old output o\nwrong by one "
-        "factor. One multiplication mends both."
+        "A larger m makes the old ℓ and the old o wrong\n"
+        "by one factor. One multiplication mends both."
     )
     d.text(424, 294, lines, "plain", 12, "start")
     d.text(424, 340, "o ← e^(m − m′) · o + P · V", at="start", size=13)
