@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 CELL = 20
 LETTERS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -114,6 +115,7 @@ class Drawing:
         followed: tuple[int, int, int, int] | None = None,
         cell: float = CELL,
         height: float | None = None,
+        ground: bool = True,
     ) -> Area:
         """A grid of cells.
 
@@ -124,7 +126,8 @@ class Drawing:
         """
         height = height or cell
         area = Area(x, y, cols * cell, rows * height)
-        self._rect(*(x, y, area.width, area.height), f'class="{kind}-f"')
+        if ground:
+            self._rect(*(x, y, area.width, area.height), f'class="{kind}-f"')
         for r in range(rows):
             for c in range(cols):
                 left, top = x + c * cell, y + r * height
@@ -161,6 +164,27 @@ class Drawing:
         below = area.bottom + 16 + 18 * bool(shape)
         self.text(area.middle, below, purpose, "plain", 12)
         return area
+
+    def mask(self, x, y, allowed, name="", kind="query", cell=CELL, **more) -> Area:
+        """A table of who may look (rows of booleans), in two paths; else a tensor."""
+        height = more.get("height") or cell
+        shown, hatched = f'class="{kind}-d" fill-opacity="0.45"', 'fill="url(#hidden)"'
+        for wanted, look in ((True, shown), (False, hatched)):
+            path = ""
+            for r, row in enumerate(allowed):
+                c = 0
+                for may, run in groupby(map(bool, row)):
+                    n = len(list(run))
+                    if may == wanted:
+                        path += f"M{_n(x + c * cell)},{_n(y + r * height)}"
+                        path += f"h{_n(n * cell)}v{_n(height)}h{_n(-n * cell)}z"
+                    c += n
+            if path:
+                self._add(f'<path d="{path}" {look}/>')
+        rows, cols = len(allowed), len(allowed[0])
+        return self.tensor(
+            x, y, rows, cols, kind, name, cell=cell, ground=False, **more
+        )
 
     # Boxes, lines, arrows -------------------------------------------------------------
 
@@ -263,6 +287,15 @@ class Drawing:
     def gap(self, x, y, width, height) -> None:
         """Hide what lies there: what comes next passes in front of it."""
         self._rect(x, y, width, height, 'class="ink-f"')
+    def flow(self, x, x2, y, width, kind="ink") -> None:
+        """A level arrow as wide as what flows."""
+        to, half = (1 if x2 > x else -1), width / 2
+        tip, head = 8 + half / 2, half + 4
+        points = (x, y - half), (x2 - tip * to, y - half), (x2 - tip * to, y - head)
+        points += ((x2, y),)
+        points += tuple((across, 2 * y - down) for across, down in points[2::-1])
+        path = " ".join(f"{_n(across)},{_n(down)}" for across, down in points)
+        self._add(f'<polygon points="{path}" class="{kind}-d" fill-opacity="0.75"/>')
 
     # The file -------------------------------------------------------------------------
 
