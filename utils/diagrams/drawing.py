@@ -284,9 +284,11 @@ class Drawing:
             f'<path d="M{_n(x)},{_n(y)} L{ends[0]} A{_n(radius)},{_n(radius)} 0 '
             f'{int(end - start > math.pi)} 0 {ends[1]} z" {full}/>'
         )
+
     def gap(self, x, y, width, height) -> None:
         """Hide what lies there: what comes next passes in front of it."""
         self._rect(x, y, width, height, 'class="ink-f"')
+
     def flow(self, x, x2, y, width, kind="ink") -> None:
         """A level arrow as wide as what flows."""
         to, half = (1 if x2 > x else -1), width / 2
