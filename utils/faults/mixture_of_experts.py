@@ -87,11 +87,6 @@ MixtureOfExperts.fault(
     ("share * expert", "expert"),
 )
 MixtureOfExperts.fault(
-    "softmax_twice",
-    "A softmax runs over the weights once more. `top_k_routing` has made it already.",
-    (ROUTED, f"{ROUTED}\n        weights = torch.softmax(weights, dim=-1)"),
-)
-MixtureOfExperts.fault(
     "weights_in_the_experts",
     "The weight multiplies what goes *into* the expert. SwiGLU is not linear, so that "
     "is something else than weighting what comes out.",
