@@ -25,10 +25,10 @@ def top_k_routing(logits, k):
     Jiang et al. (2024), "Mixtral of Experts", section 2.1; k = 1: Fedus, Zoph and
     Shazeer (2021), "Switch Transformers", section 2.1.
     """
-    ### BEGIN SOLUTION
     n_experts = logits.shape[-1]
     if not 1 <= k <= n_experts:
         raise ValueError(f"k is {k}, but must be in 1 to {n_experts}, the experts")
+    ### BEGIN SOLUTION
     kept, experts = logits.topk(k, dim=-1)  # N k, N k
     if k == 1:
         return torch.softmax(logits, dim=-1).gather(1, experts), experts
@@ -57,9 +57,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, d_model, d_ff, n_experts, k):
         super().__init__()
-        ### BEGIN SOLUTION
         if not 1 <= k <= n_experts:
             raise ValueError(f"k is {k}, but must be in 1 to {n_experts}, the experts")
+        ### BEGIN SOLUTION
         self.k = k
         self.router = nn.Linear(d_model, n_experts, bias=False)
         self.experts = nn.ModuleList(SwiGLU(d_model, d_ff) for _ in range(n_experts))
@@ -76,9 +76,7 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = top_k_routing(self.router(tokens), self.k)  # N k, N k
         out = torch.zeros_like(tokens)
         for i, expert in enumerate(self.experts):
-            token, place = torch.where(
-                chosen == i
-            )  # n, n: who chose it, at which place
+            token, place = torch.where(chosen == i)  # n, n: who, at which of k places
             share = weights[token, place, None]  # n 1
             out = out.index_add(0, token, share * expert(tokens[token]))
         return out.reshape(x.shape)
@@ -124,9 +122,9 @@ def drop_over_capacity(experts, n_experts, capacity):
 
     Lepikhin et al. (2020), "GShard", section 2.2; Fedus, Zoph and Shazeer (2021).
     """
-    ### BEGIN SOLUTION
     if capacity < 1:
         raise ValueError(f"capacity is {capacity}, but each expert needs a place")
+    ### BEGIN SOLUTION
     queue = experts.T.flatten()  # N k → k·N: first choices, then second ones
     chose = nn.functional.one_hot(queue, n_experts)  # k·N E
     place = (chose.cumsum(dim=0) * chose).sum(dim=1)  # k·N, 1 for the first in line
@@ -151,13 +149,34 @@ def moe_parameters(config, n_experts, k):
 
     Jiang et al. (2024), "Mixtral of Experts", section 2.1.
     """
-    ### BEGIN SOLUTION
     if not 1 <= k <= n_experts:
         raise ValueError(f"k is {k}, but must be in 1 to {n_experts}, the experts")
+    ### BEGIN SOLUTION
     expert = 3 * config.d_model * config.d_ff
     router = config.d_model * n_experts
     dense = count_parameters(config)  # with one expert in each block, and no router
     total = dense + config.n_layers * ((n_experts - 1) * expert + router)
     active = dense + config.n_layers * ((k - 1) * expert + router)
     return total, active
+    ### END SOLUTION
+
+
+def balancing_bias(bias, load, rate=0.001):
+    """The experts' biases after one more step: idle experts up, busy ones down.
+
+    Args:
+        bias: `(E,)`, what is added to the experts' scores for the choice alone.
+        load: `(E,)`, how often each expert was chosen, as counts or shares.
+        rate: how far each bias moves.
+
+    Returns:
+        New `(E,)` in the dtype of `bias`: plus `rate` where the load is below the mean
+        load, minus `rate` where it is above.
+
+    Wang et al. (2024), "Auxiliary-Loss-Free Load Balancing Strategy for
+    Mixture-of-Experts", algorithm 1.
+    """
+    ### BEGIN SOLUTION
+    missing = load.float().mean() - load  # E, above 0: chosen too seldom
+    return bias + rate * torch.sign(missing).to(bias.dtype)
     ### END SOLUTION

@@ -75,13 +75,9 @@ def train_bpe(text, vocab_size, special_tokens=()):
     Units; on bytes: Radford et al. (2019), the GPT-2 paper, whose pattern is used.
     """
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    ### BEGIN SOLUTION
-    n_merges = vocab_size - 256 - len(special_tokens)
-    if n_merges < 0:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; 256 bytes and {len(special_tokens)} special "
-            f"tokens need at least {256 + len(special_tokens)}"
-        )
+    least = 256 + len(special_tokens)
+    if vocab_size < least:
+        raise ValueError(f"vocab_size is {vocab_size}, and must be at least {least}")
     longest_first = sorted(special_tokens, key=len, reverse=True)
     cut = "|".join(map(regex.escape, longest_first)) or "(?!)"  # (?!) is found nowhere
     occurrences = Counter(
@@ -89,6 +85,7 @@ def train_bpe(text, vocab_size, special_tokens=()):
         for piece in regex.split(cut, text)
         for word in regex.findall(pattern, piece)
     )
+    ### BEGIN SOLUTION
     words = [list(word.encode()) for word in occurrences]  # one list of ids a word
     times = list(occurrences.values())
     counts = pair_counts({tuple(ids): n for ids, n in zip(words, times, strict=True)})
@@ -98,7 +95,7 @@ def train_bpe(text, vocab_size, special_tokens=()):
             found_in[pair].add(w)
 
     vocab, merges = {i: bytes([i]) for i in range(256)}, []
-    while len(merges) < n_merges and counts:
+    while len(vocab) < vocab_size - len(special_tokens) and counts:
         most = max(counts.values())
         best = max(
             (pair for pair, n in counts.items() if n == most),
@@ -136,6 +133,8 @@ class BPETokenizer:
 
     Raises:
         ValueError: a special token is not in `vocab`.
+
+    Sennrich et al. (2016); Radford et al. (2019).
     """
 
     def __init__(
@@ -146,55 +145,39 @@ class BPETokenizer:
         pattern=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
         r"|\s+(?!\S)|\s+",
     ):
-        ### BEGIN SOLUTION
         self.vocab = dict(vocab)
-        ids = {token: i for i, token in self.vocab.items()}
-        self.byte_ids = {token[0]: i for token, i in ids.items() if len(token) == 1}
-        self.merges = {}  # pair of ids → (rank, id of both)
-        for rank, (left, right) in enumerate(merges):
-            pair = ids[left], ids[right]
-            self.merges.setdefault(pair, (rank, ids[left + right]))
+        self.ids = {token: i for i, token in self.vocab.items()}
         for token in special_tokens:
-            if token.encode() not in ids:
+            if token.encode() not in self.ids:
                 raise ValueError(
                     f"the special token {token!r} is not in the vocabulary"
                 )
-        self.special_ids = {token: ids[token.encode()] for token in special_tokens}
+        self.special_ids = {token: self.ids[token.encode()] for token in special_tokens}
         longest_first = sorted(special_tokens, key=len, reverse=True)
         cut = "|".join(map(regex.escape, longest_first)) or "(?!)"
         self.special = regex.compile(f"({cut})")
         self.longest = len(longest_first[0]) if longest_first else 1
         self.pattern = regex.compile(pattern)
-        self._ids = lru_cache(maxsize=2**16)(self._encode_part)
+        self.remembered = lru_cache(maxsize=2**16)(self.encode_word)
+        ### BEGIN SOLUTION
+        self.merges = {}  # pair of ids → (rank, id of both)
+        for rank, (left, right) in enumerate(merges):
+            pair = self.ids[left], self.ids[right]
+            self.merges.setdefault(pair, (rank, self.ids[left + right]))
         ### END SOLUTION
 
-    def encode(self, text):
-        """The ids of a text: in each word the pair of lowest rank is merged first.
+    def encode_word(self, word):
+        """The ids of one word: its bytes, merged by the lowest rank first.
 
         Args:
-            text: str, of any length, in any script.
+            word: str, as the pattern cuts it.
 
         Returns:
-            List of ids. Special tokens become their own ids. A byte that `vocab` lacks
-            is left out, as the package `tokenizers` does.
-
-        Sennrich et al. (2016); Radford et al. (2019).
+            List of ids. A byte that `vocab` lacks is left out before any merge.
         """
         ### BEGIN SOLUTION
-        return [i for part in self._parts(text) for i in self._ids(part)]
-
-    def _parts(self, text):
-        """Words and special tokens, in their order; joined they are the text."""
-        parts = []
-        for piece in self.special.split(text):
-            special = piece in self.special_ids
-            parts += [piece] if special else self.pattern.findall(piece)
-        return parts
-
-    def _encode_part(self, part):
-        if part in self.special_ids:
-            return [self.special_ids[part]]
-        ids = [self.byte_ids[b] for b in part.encode() if b in self.byte_ids]
+        letters = [bytes([b]) for b in word.encode()]
+        ids = [self.ids[letter] for letter in letters if letter in self.ids]
         never = len(self.merges), None
         while len(ids) > 1:
             pair = min(pairwise(ids), key=lambda pair: self.merges.get(pair, never)[0])
@@ -217,36 +200,45 @@ class BPETokenizer:
         Raises:
             ValueError: an id is not in the vocabulary.
         """
-        ### BEGIN SOLUTION
         ids = [int(i) for i in ids]
         for i in ids:
             if i not in self.vocab:
                 raise ValueError(f"id {i} is not among the {len(self.vocab)} tokens")
+        ### BEGIN SOLUTION
         return b"".join(self.vocab[i] for i in ids).decode("utf-8", errors="replace")
         ### END SOLUTION
 
+    # What follows is given.
+
+    def parts(self, text):
+        """Words and special tokens, in their order; joined they are the text."""
+        parts = []
+        for piece in self.special.split(text):
+            special = piece in self.special_ids
+            parts += [piece] if special else self.pattern.findall(piece)
+        return parts
+
+    def encode_part(self, part):
+        """The ids of a word, or the one of a special token."""
+        special = part in self.special_ids
+        return [self.special_ids[part]] if special else self.remembered(part)
+
+    def encode(self, text):
+        """The ids of a text, as a list; special tokens become their own ids."""
+        return [i for part in self.parts(text) for i in self.encode_part(part)]
+
     def encode_iterable(self, chunks):
-        """The ids of a text that comes in chunks, one by one: `encode` of them joined.
-
-        Args:
-            chunks: iterable of str, such as an open file. Chunks end anywhere.
-
-        Yields:
-            Ids, as soon as no later chunk can change them. What is kept of the text is
-            no longer than a chunk, a few words and a special token.
-        """
-        ### BEGIN SOLUTION
+        """The ids of `encode` for the chunks joined, without holding all of them."""
         text = ""
         for chunk in chunks:
             text += chunk
-            parts = self._parts(text)
+            parts = self.parts(text)
             ends = [0, *accumulate(map(len, parts))]
             # A special token may begin in the last characters. What follows can
             # lengthen the last word, and the one before it: ' and l become 'll.
             certain = len(text) - self.longest + 1
             settled = max(sum(end <= certain for end in ends[1:]) - 2, 0)
             for part in parts[:settled]:
-                yield from self._ids(part)
+                yield from self.encode_part(part)
             text = text[ends[settled] :]
         yield from self.encode(text)
-        ### END SOLUTION

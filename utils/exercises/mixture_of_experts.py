@@ -34,6 +34,7 @@ MixtureOfExperts = Exercise("MixtureOfExperts", lesson="mixture_of_experts")
 load_balancing_loss = Exercise("load_balancing_loss", lesson="mixture_of_experts")
 drop_over_capacity = Exercise("drop_over_capacity", lesson="mixture_of_experts")
 moe_parameters = Exercise("moe_parameters", lesson="mixture_of_experts")
+balancing_bias = Exercise("balancing_bias", lesson="mixture_of_experts")
 OWN = (
     "top_k_routing",
     "MixtureOfExperts",
@@ -667,6 +668,52 @@ for exercise, before in (
             because = f"with k = {k} of {n} experts"
             given = *before(n), k
             case.raises(ValueError, answer, *given, mentions=(k, n), because=because)
+
+
+# balancing_bias -----------------------------------------------------------------------
+
+
+def slow_bias(bias, load, rate=0.001):
+    """One expert after the other, without a mean: E times its load against the sum."""
+    new, total = [], sum(load.tolist())
+    for b, n in zip(bias, load.tolist(), strict=True):
+        step = (n * len(load) < total) - (n * len(load) > total)
+        new.append(b + step * rate)
+    return torch.stack(new)
+
+
+@balancing_bias.requires(
+    "an expert chosen less often than the mean rises by `rate`, one chosen more falls, "
+    "and one at the mean stays",
+    "Start all biases at 0 and write down, for the loads 1, 3 and 8, what each becomes.",
+)
+def _(answer, case):
+    zeros = torch.zeros(5)
+    case.agrees(answer, slow_bias, zeros, torch.tensor([0, 9, 2, 4, 5]), 0.5)
+    case.agrees(answer, slow_bias, zeros, torch.tensor([7, 1, 1, 1, 1]), 0.25)
+    case.agrees(answer, slow_bias, torch.zeros(4), torch.tensor([6, 6, 6, 6]), 0.5)
+
+
+@balancing_bias.requires(
+    "the step is added to the bias that was given, and is as long however far the load is "
+    "from the mean",
+    "Of the difference to the mean only the sign counts. And what do 300 steps add up to?",
+)
+def _(answer, case):
+    load = torch.tensor([900, 100, 99, 101, 0, 0])
+    case.agrees(answer, slow_bias, probe(6, seed=3), load, 0.125)
+    case.agrees(answer, slow_bias, probe(6, seed=4, scale=5), load.flip(0), 0.01)
+    case.agrees(answer, slow_bias, probe(6, seed=5, scale=0.01), load)
+
+
+@balancing_bias.requires("shares, any dtype and any device work, and names")
+def _(answer, case):
+    share = torch.tensor([0.5, 0.125, 0.25, 0.125])
+    named = {"bias": probe(4, seed=6), "load": share, "rate": 0.25}
+    case.agrees(answer, slow_bias, **named)
+    for dtype in (torch.float64, torch.bfloat16):
+        case.agrees(answer, slow_bias, probe(4, seed=7, dtype=dtype), share, 0.25)
+    case.any_device(answer, probe(4), torch.tensor([1, 2, 3, 9]))
 
 
 # A block with experts -----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from utils.exercises.mixture_of_experts import (
     MixtureOfExperts,
+    balancing_bias,
     block_with_experts,
     drop_over_capacity,
     load_balancing_loss,
@@ -73,11 +74,6 @@ top_k_routing.fault(
     "models do that; here the k weights share a softmax.",
     (AMONG_THE_KEPT, "nn.functional.normalize(torch.sigmoid(kept), p=1, dim=-1)"),
 )
-top_k_routing.fault(
-    "results_exchanged",
-    "The two results are in the other order: weights first, then expert ids.",
-    (f"{AMONG_THE_KEPT}, experts", f"experts, {AMONG_THE_KEPT}"),
-)
 
 # MixtureOfExperts ---------------------------------------------------------------------
 
@@ -89,17 +85,6 @@ MixtureOfExperts.fault(
     "The experts' results are added without their weights, so that the router has no "
     "influence but by its choice, and gets no gradient.",
     ("share * expert", "expert"),
-)
-MixtureOfExperts.fault(
-    "softmax_twice",
-    "A softmax runs over the weights once more. `top_k_routing` has made it already.",
-    (ROUTED, f"{ROUTED}\n        weights = torch.softmax(weights, dim=-1)"),
-)
-MixtureOfExperts.fault(
-    "routed_by_probabilities",
-    "`top_k_routing` is given probabilities. It takes scores, and makes the softmax "
-    "itself.",
-    ("(self.router(tokens),", "(torch.softmax(self.router(tokens), dim=-1),"),
 )
 MixtureOfExperts.fault(
     "weights_in_the_experts",
@@ -118,12 +103,6 @@ MixtureOfExperts.fault(
     "Only the first of the k experts is used.",
     ("chosen == i", "chosen[:, :1] == i"),
 )
-MixtureOfExperts.fault(
-    "weight_of_the_first_place",
-    "Every expert is weighted by the token's *first* weight. Which of the k places an "
-    "expert has differs from token to token.",
-    ("weights[token, place, None]", "weights[token, :1]"),
-)
 
 # load_balancing_loss ------------------------------------------------------------------
 
@@ -141,21 +120,6 @@ load_balancing_loss.fault(
     "A softmax runs over the probabilities once more, which makes them nearly equal. "
     "They come in as softmax already.",
     (MEAN, "torch.softmax(probabilities, dim=-1).mean(dim=0)"),
-)
-load_balancing_loss.fault(
-    "first_choice_only",
-    "f counts the first choices alone. All k count.",
-    (COUNTS, COUNTS.replace("experts.flatten()", "experts[:, 0]")),
-    ("experts.numel()", "len(experts)"),
-)
-load_balancing_loss.fault(
-    "choices_ignored",
-    "f is counted from the probabilities' maximum and not from the ids that were "
-    "given.",
-    (
-        "experts.flatten()",
-        "probabilities.topk(experts.shape[1]).indices.flatten()",
-    ),
 )
 load_balancing_loss.fault(
     "as_many_as_occur",
@@ -229,35 +193,38 @@ moe_parameters.fault(
     "every token; only the experts are chosen.",
     (f"dense + config.n_layers * ({ACTIVE})", "total * k // n_experts"),
 )
-moe_parameters.fault(
-    "one_row_of_the_embedding",
-    "Active counts one row of the embedding. Here all of it counts, as in the "
-    "published number.",
-    ("active = dense", "active = dense - (config.vocab_size - 1) * config.d_model"),
+
+# balancing_bias -----------------------------------------------------------------------
+
+MISSING = "load.float().mean() - load"
+STEP = "torch.sign(missing)"
+
+balancing_bias.fault(
+    "wrong_way",
+    "Experts that are chosen too often rise, and idle ones fall. The bias is added to the "
+    "score: a higher one is chosen more.",
+    (MISSING, "load - load.float().mean()"),
 )
-moe_parameters.fault(
-    "dense_network_kept",
-    "One network too many in each block: the block's own is counted beside the "
-    "experts, which stand in its place.",
-    (TOTAL, "n_experts * expert + router"),
-    (ACTIVE, "k * expert + router"),
+balancing_bias.fault(
+    "as_long_as_the_difference",
+    "The step grows with the difference from the mean. Only its sign counts.",
+    (STEP, "missing"),
 )
-moe_parameters.fault(
-    "one_block",
-    "The experts of one block are counted. Each block has its own.",
-    (f"config.n_layers * ({TOTAL})", TOTAL),
-    (f"config.n_layers * ({ACTIVE})", ACTIVE),
+balancing_bias.fault(
+    "starts_anew",
+    "The result is the step alone. It is added to the bias that was given, or nothing "
+    "would add up.",
+    ("bias + rate", "rate"),
 )
-moe_parameters.fault(
-    "router_of_one_block",
-    "One router is counted for the whole model. Each block has its own.",
-    (f"({TOTAL})", TOTAL),
-    (f"({ACTIVE})", ACTIVE),
+balancing_bias.fault(
+    "only_up",
+    "Idle experts rise, but those that are chosen too often do not fall.",
+    (STEP, f"{STEP}.clamp(min=0)"),
 )
-moe_parameters.fault(
-    "exchanged",
-    "Total and active are exchanged.",
-    ("return total, active", "return active, total"),
+balancing_bias.fault(
+    "equal_falls",
+    "An expert at the mean moves. Its bias stays.",
+    (STEP, "(2.0 * (missing > 0) - 1)"),
 )
 
 # The parts together -------------------------------------------------------------------
