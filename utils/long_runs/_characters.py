@@ -1,7 +1,6 @@
 """Small models of the library's source, a character a token, as in lesson 09."""
 
 import functools
-import time
 
 import torch
 from torch import nn
@@ -54,13 +53,12 @@ def losses(model, data, n_pieces=256):
 
 
 def train(model, peak: float, steps: int, seed: int, n_looks: int, label: str):
-    """Train with lesson 09's parts; tokens, seconds and test losses along the way."""
+    """Train with lesson 09's parts; tokens and test losses along the way."""
     data, _, test, _ = text()
     optimizer = AdamW(model.parameters(), betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(seed)
-    log, spent = [], 0.0
+    log = []
     for step in progress(range(1, steps + 1), label):
-        started = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(
                 step, peak, peak / 10, min(100, steps // 6), steps
@@ -71,9 +69,8 @@ def train(model, peak: float, steps: int, seed: int, n_looks: int, label: str):
         loss.backward()
         clip_gradients(model.parameters(), 1.0)
         optimizer.step()
-        spent += time.perf_counter() - started
         if step * n_looks % steps < n_looks:
-            log.append([step * BATCH * T, round(spent, 1), *losses(model, test)])
+            log.append([step * BATCH * T, *losses(model, test)])
     return log
 
 

@@ -26,11 +26,10 @@ def measure(shape: list[int], steps: int, peak: float) -> dict:
     torch.manual_seed(0)
     model = transformer(*shape)
     label = f"{shape[1]} layers of {shape[0]}, {steps} steps, peak {peak}"
-    ((tokens, seconds, loss, _),) = train(model, peak, steps, 0, 1, label)
+    ((tokens, loss, _),) = train(model, peak, steps, 0, 1, label)
     return {
         "parameters": size(model),
         "tokens": tokens,
-        "seconds": seconds,
         "loss_to_choose_by": losses(model, text()[1])[0],
         "loss": loss,
     }
