@@ -6,7 +6,6 @@ EQUIVALENT = {
     "LearnedPositions": {"25 arithmetic 0) | → 0) ^": "no position is both"},
     "rope": {
         "25 name x → positions": "both are on one device",
-        "28 operand float() % wavelengths → float()": "whole turns change nothing",
         "28 call positions[..., None].float() → positions[..., None]": (
             "whole numbers become float32 in the remainder"
         ),

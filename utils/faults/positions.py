@@ -61,22 +61,11 @@ sinusoidal.fault(
     "row. The dimension along which they are put together must be the last one.",
     ("dim=-1).flatten(-2)", "dim=0).reshape(t, d_model)"),
 )
-sinusoidal.fault(
-    "new_dimension_in_front",
-    "Sines and cosines are stacked in front, so that they do not meet in one row.",
-    ("dim=-1", "dim=0"),
-)
 
 # Learned positions --------------------------------------------------------------------
 
 LOOK_UP = "return self.table(positions)"
 
-LearnedPositions.fault(
-    "compared_as_one_number",
-    "`if` wants one answer, and a comparison of a tensor gives one for each position. "
-    "Ask whether it holds for `any()` of them.",
-    ("if len(outside)", "if positions >= max_len"),
-)
 LearnedPositions.fault(
     "positions_ignored",
     "It returns the first T rows, whatever the positions are. With a cache, or with "
@@ -96,12 +85,10 @@ LearnedPositions.fault(
 
 # RoPE ---------------------------------------------------------------------------------
 
-TOP = "d_head = x.shape[-1]"
+TOP = "if positions.dim() == 2:"
 LINED_UP = "positions = positions.view(len(positions), *[1] * (x.dim() - 3), -1)"
-POWER = "base ** (pairs / d_head)"
-WAVELENGTHS = f"wavelengths = 2 * math.pi * {POWER}"
-POSITION = "positions[..., None].float()"
-ANGLES = f"angles = 2 * math.pi * ({POSITION} % wavelengths / wavelengths)"
+POWER = "base ** (-pairs / d_head)"
+ANGLES = f"angles = positions[..., None].float() * {POWER}"
 BOTH = "cos, sin = angles.cos(), angles.sin()"
 PAIRS = "even, odd = x[..., 0::2], x[..., 1::2]"
 HALVES = "even, odd = x.chunk(2, dim=-1)"
@@ -145,18 +132,6 @@ rope.fault(
     (FLAT, "turned"),
 )
 rope.fault(
-    "new_dimension_in_front",
-    "The two numbers of a pair are stacked in front, so that they do not meet in a "
-    "row.",
-    (TURNED, TURNED.replace("dim=-1", "dim=0")),
-)
-rope.fault(
-    "halves_put_together_as_neighbours",
-    "Two conventions are mixed: the halves are turned as pairs, and the results are "
-    "put back as neighbours. Take the pairs from where they are put back.",
-    (PAIRS, HALVES),
-)
-rope.fault(
     "sine_and_cosine_exchanged",
     "Sine and cosine have changed places. At position 0 the angle is 0 and x must stay "
     "as it is: each number is multiplied by the cosine, its partner by the sine.",
@@ -192,36 +167,25 @@ rope.fault(
     "divided_by_the_frequency",
     "The position is divided by the frequency instead of multiplied. Later pairs must "
     "turn more slowly, not faster. Position 0 and the first pair do not show it.",
-    (POWER, "base ** (-pairs / d_head)"),
+    (POWER, "base ** (pairs / d_head)"),
 )
 rope.fault(
     "index_doubled",
     "The exponent runs twice as fast as it should: an index that counts 0, 2, 4, … is "
     "2i already, or d_head/2 stands where d_head should.",
-    (POWER, "base ** (2 * pairs / d_head)"),
-)
-rope.fault(
-    "stretched_to_the_end",
-    "The exponents run to −1, divided by d_head − 2, so that the slowest pair turns "
-    "base times slower than the first. The formula divides by d_head.",
-    (POWER, "base ** (pairs / max(d_head - 2, 1))"),
+    (POWER, "base ** (-2 * pairs / d_head)"),
 )
 rope.fault(
     "positions_ignored",
     "It counts 0, 1, 2, … whatever positions are handed in. With a cache the next "
     "token would always be the first.",
-    (TOP, f"{TOP}\n    positions = torch.arange(x.shape[-2], device=x.device)"),
+    (TOP, f"positions = torch.arange(x.shape[-2], device=x.device)\n    {TOP}"),
 )
 rope.fault(
     "relative_to_the_first",
     "Positions are counted from the first one that is handed in. With a cache the next "
     "token would always be the first.",
-    (TOP, f"{TOP}\n    positions = positions - positions[..., :1]"),
-)
-rope.fault(
-    "only_the_start",
-    "It takes the first position and counts on from there. Positions may jump.",
-    (TOP, f"{TOP}\n    positions = positions[..., :1] + torch.arange(x.shape[-2])"),
+    (TOP, f"positions = positions - positions[..., :1]\n    {TOP}"),
 )
 rope.fault(
     "cached_table",
@@ -252,12 +216,6 @@ rope.fault(
     (LINED_UP, "pass"),
 )
 rope.fault(
-    "always_for_heads",
-    "Positions (B, T) get one more dimension after B whatever x has. How many "
-    "dimensions stand between B and T is a question to x.",
-    (LINED_UP, "positions = positions[:, None]"),
-)
-rope.fault(
     "one_row_for_all",
     "The first row's positions are used for every row of the batch. With padding on "
     "the left the rows stand at different positions.",
@@ -266,21 +224,20 @@ rope.fault(
 rope.fault(
     "base_ignored",
     "The base is 10,000 whatever is asked for.",
-    (POWER, "10_000.0 ** (pairs / d_head)"),
+    (POWER, "10_000.0 ** (-pairs / d_head)"),
 )
 rope.fault(
     "angles_in_half_precision",
     "The angle is computed in the dtype of x. In bfloat16 the whole numbers past 256 "
     "have gaps, and position 3001 is 3008.",
-    (WAVELENGTHS, "frequencies = (base ** (-pairs / d_head)).to(x.dtype)"),
-    (ANGLES, "angles = positions[..., None].to(x.dtype) * frequencies"),
+    (ANGLES, f"angles = positions[..., None].to(x.dtype) * ({POWER}).to(x.dtype)"),
 )
 rope.fault(
     "angles_rounded_to_x",
     "The angle is rounded to the dtype of x before sine and cosine are taken: in "
     "bfloat16 3001 radians become 3008. Sine and cosine may be rounded; the angle may "
     "not.",
-    (ANGLES, f"angles = ({POSITION} / (wavelengths / (2 * math.pi))).to(x.dtype)"),
+    (ANGLES, ANGLES.replace("positions", "(positions") + ").to(x.dtype)"),
 )
 
 # ALiBi --------------------------------------------------------------------------------
@@ -345,12 +302,6 @@ alibi_bias.fault(
     (DISTANCE, "queries[:, None] - keys"),
 )
 alibi_bias.fault(
-    "counted_from_the_key",
-    "slope · key position is returned. The weights come out right, but the bias is to "
-    "be 0 on the diagonal: numbers that grow with the text lose digits.",
-    (DISTANCE, "-keys.expand(t_q, t_k)"),
-)
-alibi_bias.fault(
     "zero_times_infinity",
     "A 0/1 mask is multiplied by −∞, and 0 · ∞ is NaN. Later keys are the mask's "
     "business: leave any number there.",
@@ -367,12 +318,6 @@ alibi_bias.fault(
     "Slopes (n_heads,) times distances (t_q, t_k): broadcasting, which counts from the "
     "end, lines the heads up with the keys. The slopes need two more dimensions.",
     ("(n_heads)[:, None, None]", "(n_heads)"),
-)
-alibi_bias.fault(
-    "slopes_on_the_queries",
-    "Slopes (n_heads, 1) times distances (t_q, t_k): broadcasting, which counts from "
-    "the end, lines the heads up with the queries. One more dimension is missing.",
-    ("(n_heads)[:, None, None]", "(n_heads)[:, None]"),
 )
 alibi_bias.inherits(alibi_slopes, "starts_at_one", "one_formula_for_all")
 
@@ -391,11 +336,6 @@ ntk_base.fault(
     "exponent_upside_down",
     "The exponent is upside down.",
     (EXPONENT, "((d_head - 2) / d_head)"),
-)
-ntk_base.fault(
-    "exponent_of_pairs",
-    "The exponent is made of the number of pairs, d_head/2, instead of d_head.",
-    (EXPONENT, "(d_head / 2 / (d_head / 2 - 2))"),
 )
 ntk_base.fault(
     "exponent_two_over",
@@ -477,6 +417,6 @@ ntk_in_rope.fault(
 ntk_in_rope.fault(
     "base_ignored",
     "`rope` takes a base and uses 10,000 all the same: stretching it does nothing.",
-    (POWER, "10_000.0 ** (pairs / d_head)"),
+    (POWER, "10_000.0 ** (-pairs / d_head)"),
     edited="rope",
 )
