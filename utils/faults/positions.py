@@ -15,7 +15,6 @@ from utils.exercises.positions import (
 # Sinusoidal positions -----------------------------------------------------------------
 
 EXPONENTS = "-torch.arange(0, d_model, 2) / d_model"
-TO_THE_END = "-torch.arange(d_model // 2) / max(d_model // 2 - 1, 1)"
 WAVES = "torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)"
 BY_COLUMN = "torch.where(torch.arange(d_model) % 2 == 0, angles.sin(), angles.cos())"
 
@@ -45,21 +44,14 @@ sinusoidal.fault(
     (WAVES, BY_COLUMN),
 )
 sinusoidal.fault(
-    "stretched_to_the_end",
-    "The frequencies run all the way down to 1/10000, dividing by one less than the "
-    "number of pairs. The formula divides by d_model.",
-    (EXPONENTS, TO_THE_END),
-)
-sinusoidal.fault(
     "cosine_first",
     "Cosine and sine have changed places: the sine comes first.",
     ("(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())"),
 )
 sinusoidal.fault(
-    "reshaped_across_rows",
-    "Sines and cosines are reshaped so that numbers of different positions share a "
-    "row. The dimension along which they are put together must be the last one.",
-    ("dim=-1).flatten(-2)", "dim=0).reshape(t, d_model)"),
+    "new_dimension_in_front",
+    "Sines and cosines are stacked in front, so that they do not meet in one row.",
+    ("dim=-1", "dim=0"),
 )
 
 # Learned positions --------------------------------------------------------------------
@@ -132,6 +124,12 @@ rope.fault(
     (FLAT, "turned"),
 )
 rope.fault(
+    "new_dimension_in_front",
+    "The two numbers of a pair are stacked in front, so that they do not meet in a "
+    "row.",
+    (TURNED, TURNED.replace("dim=-1", "dim=0")),
+)
+rope.fault(
     "sine_and_cosine_exchanged",
     "Sine and cosine have changed places. At position 0 the angle is 0 and x must stay "
     "as it is: each number is multiplied by the cosine, its partner by the sine.",
@@ -155,13 +153,6 @@ rope.fault(
     "Both numbers of the pair get the same sign in front of their partner's sine. A "
     "rotation has one minus and one plus, or lengths are not kept.",
     ("even * cos - odd * sin", "even * cos + odd * sin"),
-)
-rope.fault(
-    "overwritten_on_the_way",
-    "The second number of each pair is computed from the first one after it was "
-    "turned. Both need the pair as it was.",
-    (PAIRS, f"{PAIRS}\n    even = even * cos - odd * sin"),
-    ("(even * cos - odd * sin, ", "(even, "),
 )
 rope.fault(
     "divided_by_the_frequency",
@@ -214,6 +205,12 @@ rope.fault(
     "Positions (B, T) meet heads (B, H, T, …), and broadcasting, which counts from the "
     "end, lines B up with H: it crashes, or gives every head another row's positions.",
     (LINED_UP, "pass"),
+)
+rope.fault(
+    "always_for_heads",
+    "Positions (B, T) get one more dimension after B whatever x has. How many "
+    "dimensions stand between B and T is a question to x.",
+    (LINED_UP, "positions = positions[:, None]"),
 )
 rope.fault(
     "one_row_for_all",
@@ -295,13 +292,6 @@ alibi_bias.fault(
     (QUERIES, "keys[:t_q]"),
 )
 alibi_bias.fault(
-    "top_left_signed",
-    "The queries are taken for the first positions, and keys that they may look at, "
-    "for later ones, get a reward. They are the last positions.",
-    (QUERIES, "keys[:t_q]"),
-    (DISTANCE, "queries[:, None] - keys"),
-)
-alibi_bias.fault(
     "zero_times_infinity",
     "A 0/1 mask is multiplied by −∞, and 0 · ∞ is NaN. Later keys are the mask's "
     "business: leave any number there.",
@@ -336,11 +326,6 @@ ntk_base.fault(
     "exponent_upside_down",
     "The exponent is upside down.",
     (EXPONENT, "((d_head - 2) / d_head)"),
-)
-ntk_base.fault(
-    "exponent_two_over",
-    "The exponent is 2/(d_head − 2). That is what is missing on top of one factor.",
-    (EXPONENT, "(2 / (d_head - 2))"),
 )
 
 # Parts together -----------------------------------------------------------------------
