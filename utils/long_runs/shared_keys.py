@@ -1,4 +1,4 @@
-"""Four look-ups at once on four, two and one key and value heads, trained to the end."""
+"""Four look-ups at once on four, two and one key and value heads."""
 
 import torch
 import torch.nn.functional as F
