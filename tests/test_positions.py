@@ -218,7 +218,6 @@ def half_frequencies(x, positions, base=10_000.0):
 
 WRONG = {
     "sinusoidal": [
-        (lambda t, d: table_of(t, d).double(), None),
         (lambda t, d: table_of(t, d) * (torch.arange(t) < 1000)[:, None], None),
     ],
     "LearnedPositions": [
@@ -233,7 +232,6 @@ WRONG = {
         (roped(lambda x, p, b: (x, p.clamp(max=4096), b)), None),
         (roped(lambda x, p, b: (x, p.half(), b)), None),
         (roped(lambda x, p, b: (x, p, max(b, 1e4))), None),  # not “ignored”
-        (roped(lambda x, p, b: (x, p, min(b, 1e4))), None),
         (roped(lambda x, p, b: (x, p.flip(0) if p.dim() == 2 else p, b)), None),
         (roped(lambda x, p, b: (x, p - p.amin(-1, True), b)), "relative_to_the_first"),
         # Not “the wrong way”, though it is so for a head of two numbers:
@@ -241,7 +239,6 @@ WRONG = {
         (roped(after=lambda x, out: x if x.shape[-2] == 1 else out), None),
     ],
     "alibi_slopes": [
-        (authors_slopes, None),
         (lambda n: 2.0 ** (-int(8 / n) * torch.arange(1.0, n + 1)), "whole_exponents"),
     ],
     "alibi_bias": [
@@ -252,7 +249,6 @@ WRONG = {
     "ntk_base": [
         (lambda b, f, d: base_of(b, f, d) if d > 6 else b * f, None),
         (lambda b, f, d: base_of(b, f, d) ** (-torch.arange(0, d, 2) / d), None),
-        (lambda b, f, d: float(round(base_of(b, f, d))), None),
         (lambda b, f, d: torch.tensor(base_of(b, f, d)), None),  # passed once
     ],
 }
