@@ -75,7 +75,7 @@ def rope(x, positions, base=10_000.0):
 
     Returns:
         `x` with the pair (2i, 2i + 1) turned by +position · base^(−2i/d_head). Shape
-        and dtype of `x`; the angles are computed in float32 whatever that dtype.
+        and dtype of `x`; the angles are computed in float32 or finer, whatever that is.
 
     Raises:
         ValueError: if `d_head` is odd.
