@@ -108,8 +108,8 @@ def swiglu_width(d_model, multiple_of=32):
     Returns:
         The smallest multiple of `multiple_of` that is at least 8/3·d_model, an int.
 
-    Shazeer (2020), "GLU Variants Improve Transformer", section 2; the rounding is
-    that of Touvron et al. (2023), "LLaMA".
+    Shazeer (2020), "GLU Variants Improve Transformer", section 2; rounding up
+    to a multiple is from the code that Meta published with LLaMA.
     """
     ### BEGIN SOLUTION
     n_multiples = -(-8 * d_model // (3 * multiple_of))  # division rounded up
@@ -135,11 +135,11 @@ def block_parameters(d_model, n_heads, n_kv_heads, d_ff, gated):
         ValueError: if the heads do not divide `d_model`, or the key and value heads do
             not divide the heads.
     """
-    ### BEGIN SOLUTION
     if d_model % n_heads:
         raise ValueError(f"d_model {d_model} is not divisible by {n_heads} heads")
     if n_heads % n_kv_heads:
         raise ValueError(f"{n_heads} heads cannot share {n_kv_heads} KV heads evenly")
+    ### BEGIN SOLUTION
     d_kv = n_kv_heads * (d_model // n_heads)
     return {
         "attention": 2 * d_model * d_model + 2 * d_model * d_kv,  # q and o, k and v

@@ -21,10 +21,10 @@ def split_heads(x, n_heads):
 
     Vaswani et al. (2017), "Attention Is All You Need", section 3.2.2.
     """
-    ### BEGIN SOLUTION
     width = x.shape[-1]
     if width % n_heads:
         raise ValueError(f"a width of {width} cannot be cut into {n_heads} heads")
+    ### BEGIN SOLUTION
     return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)  # B T H Dh → B H T Dh
     ### END SOLUTION
 
@@ -83,13 +83,13 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, d_model, n_heads, n_kv_heads=None, d_head=None):
         super().__init__()
-        ### BEGIN SOLUTION
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if d_head is None and d_model % n_heads:
             raise ValueError(f"d_model {d_model} is not divisible by {n_heads} heads")
         if n_heads % n_kv_heads:
             raise ValueError(f"{n_heads} heads cannot share {n_kv_heads} KV heads")
         d_head = d_model // n_heads if d_head is None else d_head
+        ### BEGIN SOLUTION
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
         self.w_q = nn.Linear(d_model, n_heads * d_head, bias=False)
         self.w_k = nn.Linear(d_model, n_kv_heads * d_head, bias=False)

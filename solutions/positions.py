@@ -22,9 +22,9 @@ def sinusoidal(t, d_model):
 
     Vaswani et al. (2017), "Attention Is All You Need", section 3.5.
     """
-    ### BEGIN SOLUTION
     if d_model % 2:
         raise ValueError(f"d_model is {d_model}: sine and cosine come in pairs")
+    ### BEGIN SOLUTION
     frequencies = 10_000.0 ** (-torch.arange(0, d_model, 2) / d_model)  # D/2
     angles = torch.arange(t)[:, None] * frequencies  # T D/2
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # T D
@@ -43,6 +43,7 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, max_len, d_model):
         super().__init__()
+        self.max_len = max_len
         ### BEGIN SOLUTION
         self.table = nn.Embedding(max_len, d_model)
         ### END SOLUTION
@@ -53,13 +54,12 @@ class LearnedPositions(nn.Module):
         Raises:
             ValueError: if a position is not in the table; names it and `max_len`.
         """
-        ### BEGIN SOLUTION
-        max_len = self.table.num_embeddings
-        outside = positions[(positions < 0) | (positions >= max_len)]
+        outside = positions[(positions < 0) | (positions >= self.max_len)]
         if len(outside):
             raise ValueError(
-                f"position {outside[0]} is not in the table of {max_len} positions"
+                f"position {outside[0]} is not in the table of {self.max_len} positions"
             )
+        ### BEGIN SOLUTION
         return self.table(positions)
         ### END SOLUTION
 
@@ -75,23 +75,21 @@ def rope(x, positions, base=10_000.0):
 
     Returns:
         `x` with the pair (2i, 2i + 1) turned by +position · base^(−2i/d_head). Shape
-        and dtype of `x`; the angles are computed in float32 whatever that dtype.
+        and dtype of `x`; the angles are computed in float32 or finer, whatever that is.
 
     Raises:
         ValueError: if `d_head` is odd.
 
     Su et al. (2021), "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """
-    ### BEGIN SOLUTION
     d_head = x.shape[-1]
     if d_head % 2:
         raise ValueError(f"d_head is {d_head}: RoPE turns pairs, so it must be even")
+    ### BEGIN SOLUTION
     if positions.dim() == 2:  # B T → B 1 … 1 T, to line up with the heads between
         positions = positions.view(len(positions), *[1] * (x.dim() - 3), -1)
     pairs = torch.arange(0, d_head, 2, device=x.device)
-    wavelengths = 2 * math.pi * base ** (pairs / d_head)  # Dh/2, positions in a turn
-    # Whole turns are taken off first: small angles keep their digits in float32.
-    angles = 2 * math.pi * (positions[..., None].float() % wavelengths / wavelengths)
+    angles = positions[..., None].float() * base ** (-pairs / d_head)  # … T Dh/2
     cos, sin = angles.cos(), angles.sin()  # … T Dh/2
     even, odd = x[..., 0::2], x[..., 1::2]  # … T Dh/2
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -140,9 +138,9 @@ def alibi_bias(n_heads, t_q, t_k):
 
     Press, Smith, Lewis (2022), "Train Short, Test Long".
     """
-    ### BEGIN SOLUTION
     if t_q > t_k:
         raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
+    ### BEGIN SOLUTION
     keys = torch.arange(t_k)
     queries = keys[t_k - t_q :]
     distance = (queries[:, None] - keys).abs()  # T_q T_k
@@ -166,8 +164,8 @@ def ntk_base(base, factor, d_head):
 
     bloc97 (2023), "NTK-Aware Scaled RoPE".
     """
-    ### BEGIN SOLUTION
     if d_head % 2 or d_head < 4:
         raise ValueError(f"d_head is {d_head}, but must be even and at least 4")
+    ### BEGIN SOLUTION
     return base * factor ** (d_head / (d_head - 2))
     ### END SOLUTION

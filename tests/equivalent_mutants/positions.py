@@ -3,15 +3,13 @@
 EVEN = "the cosine is even"
 EQUIVALENT = {
     "sinusoidal": {"22 sign angles.cos() → (-angles).cos()": EVEN},
-    "LearnedPositions": {"25 arithmetic 0) | → 0) ^": "no position is both"},
     "rope": {
         "25 name x → positions": "both are on one device",
-        "28 operand float() % wavelengths → float()": "whole turns change nothing",
-        "28 call positions[..., None].float() → positions[..., None]": (
-            "whole numbers become float32 in the remainder"
+        "26 call positions[..., None].float() → positions[..., None]": (
+            "whole numbers become float32 in the product"
         ),
-        "29 sign angles.cos() → (-angles).cos()": EVEN,
-        "30 subscript 0::2 → ::2": "the same slice",
+        "27 sign angles.cos() → (-angles).cos()": EVEN,
+        "28 subscript 0::2 → ::2": "the same slice",
     },
     "alibi_slopes": {"20 subscript 0::2 → ::2": "the same slice"},
     "alibi_bias": {
@@ -22,5 +20,4 @@ EQUIVALENT = {
             "a distance has no sign"
         ),
     },
-    "ntk_base": {"18 constant 4 → 3": "3 is odd"},
 }

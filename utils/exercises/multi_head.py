@@ -370,9 +370,7 @@ def right_counts(answer, case, *cases):
 
 
 @attention_parameters.requires(
-    "heads that fill d_model, with fewer key and value heads or as many: an int",
-    "Write down the shapes of the four matrices and add up their sizes. Which two become "
-    "narrower? `/` gives a float even where nothing remains.",
+    "heads that fill d_model, with fewer key and value heads or as many: an int"
 )
 def _(answer, case):
     right_counts(answer, case, (576, 12, 2, 48), (48, 6, 1, 8), (512, 8, 8, 64))

@@ -139,9 +139,7 @@ def _(answer, case):
 
 
 @LearnedPositions.requires(
-    "a position that is not in the table is a ValueError that names it and max_len",
-    "How many positions are asked for does not matter, but how large they are. And "
-    "Python counts from the end for a negative one.",
+    "a position that is not in the table is a ValueError that names it and max_len"
 )
 def _(answer, case):
     module, _ = with_table(case, answer, 7, 5)
@@ -410,10 +408,7 @@ def _(answer, case):
     base_is_right(case, answer, 10_000, 1, 32, by_name=True)
 
 
-@ntk_base.requires(
-    "an odd d_head, or 2, is a ValueError that names it",
-    "A head of two numbers has one pair, and it is the first.",
-)
+@ntk_base.requires("an odd d_head, or 2, is a ValueError that names it")
 def _(answer, case):
     for d_head in (2, 7):
         because = f"d_head {d_head}"

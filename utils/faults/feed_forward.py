@@ -83,12 +83,6 @@ silu.fault(
     ),
 )
 silu.fault(
-    "clamped",
-    "x is cut off before the multiplication, so that large numbers give another value. "
-    "The sigmoid itself needs no protection.",
-    (X_SIGMOID, f"x.clamp(-20, 20) * {SIGMOID}"),
-)
-silu.fault(
     "factor_detached",
     "The sigmoid is cut from the graph. The values are right, the gradient lacks the "
     "part that comes from the sigmoid.",
@@ -142,12 +136,6 @@ gelu.fault(
     "positive.",
     (GELU, f"0.5 * x * {ERF}"),
 )
-gelu.fault(
-    "factor_detached",
-    "The probability is cut from the graph. The values are right, the gradient lacks "
-    "the part that comes from it.",
-    (GELU, f"x * (0.5 * (1 + {ERF})).detach()"),
-)
 
 # The classic network ------------------------------------------------------------------
 
@@ -170,17 +158,6 @@ FeedForward.fault(
     "activation_first",
     "The activation is applied to the input, before `w_1`.",
     (HIDDEN, "self.w_1(self.activation(x))"),
-)
-FeedForward.fault(
-    "relu_always",
-    "ReLU is used whatever activation was asked for.",
-    (HIDDEN, "torch.relu(self.w_1(x))"),
-)
-FeedForward.fault(
-    "detached",
-    "The hidden numbers are cut from the graph, so `w_1` and everything before it gets "
-    "no gradient.",
-    (HIDDEN, f"{HIDDEN}.detach()"),
 )
 
 # SwiGLU -------------------------------------------------------------------------------
@@ -250,16 +227,6 @@ SwiGLU.fault(
     "below −89, and the gradient NaN. Use your own `silu`.",
     (GATE, "self.w_1(x) / (1 + torch.exp(-self.w_1(x)))"),
 )
-SwiGLU.fault(
-    "gate_detached",
-    "The gate is cut from the graph: `w_1` gets no gradient and never learns.",
-    (GATE, f"{GATE}.detach()"),
-)
-SwiGLU.fault(
-    "up_detached",
-    "Up is cut from the graph: `w_3` gets no gradient and never learns.",
-    (PRODUCT, f"{PRODUCT}.detach()"),
-)
 
 # Counting -----------------------------------------------------------------------------
 
@@ -292,12 +259,6 @@ swiglu_width.fault(
     "This is the classic width, 4·d_model. With three matrices in place of two that is "
     "half as many parameters again.",
     (MULTIPLES, "-(-4 * d_model // multiple_of)"),
-)
-swiglu_width.fault(
-    "two_thirds_of_d_model",
-    "This is 2/3 of d_model. It is two thirds of the *classic width*, which is "
-    "4·d_model.",
-    (MULTIPLES, "-(-2 * d_model // (3 * multiple_of))"),
 )
 swiglu_width.fault(
     "no_multiple",
@@ -333,12 +294,6 @@ block_parameters.fault(
     (ATTENTION, ATTENTION[4:]),
 )
 block_parameters.fault(
-    "queries_narrow",
-    "All four matrices are counted as narrow as the keys. Queries keep all their "
-    "heads.",
-    (ATTENTION, "4 * d_model * d_kv"),
-)
-block_parameters.fault(
     "keys_without_values",
     "Keys and values are counted once. They are two matrices.",
     (ATTENTION, "2 * d_model * d_model + d_model * d_kv"),
@@ -354,30 +309,14 @@ block_parameters.fault(
     ("(3 if gated else 2)", "2"),
 )
 block_parameters.fault(
-    "always_gated",
-    "Three matrices are counted whether there is a gate or not.",
-    ("(3 if gated else 2)", "3"),
-)
-block_parameters.fault(
     "gate_reversed",
     "`gated` is read the other way round.",
     ("(3 if gated else 2)", "(2 if gated else 3)"),
 )
 block_parameters.fault(
-    "one_matrix",
-    "The feed-forward network goes up and comes down: one matrix more than you count.",
-    ("(3 if gated else 2)", "(2 if gated else 1)"),
-)
-block_parameters.fault(
     "width_assumed",
     "4·d_model is taken for the width, whatever d_ff says.",
     (NETWORK, NETWORK.replace("d_ff", "4 * d_model")),
-)
-block_parameters.fault(
-    "biases_counted",
-    "Biases are counted. This course's maps have none.",
-    (ATTENTION, f"{ATTENTION} + 2 * d_model + 2 * d_kv"),
-    (NETWORK, f"{NETWORK} + (2 if gated else 1) * d_ff + d_model"),
 )
 
 # Parts together -----------------------------------------------------------------------

@@ -37,12 +37,6 @@ split_heads.fault(
     "one row a batch it hides.",
     (SPLIT, f"{SPLIT}.reshape(n_heads, len(x), x.shape[1], -1).transpose(0, 1)"),
 )
-split_heads.fault(
-    "n_heads_taken_for_d_head",
-    "Each head is `n_heads` wide. `n_heads` is how many heads there are; their width "
-    "is what remains of the columns for each.",
-    ("(n_heads, -1)", "(-1, n_heads)"),
-)
 
 # merge_heads --------------------------------------------------------------------------
 
@@ -54,15 +48,6 @@ merge_heads.fault(
     "The memory is read in the final shape while the heads still stand before the "
     "time, so each row holds several positions of one head.",
     (MERGED, "x.reshape(x.shape[0], x.shape[2], -1)"),
-)
-merge_heads.fault(
-    "heads_and_batch_exchanged",
-    "The heads are joined with the rows of the batch, so that sequences are mixed. "
-    "With one row a batch it hides.",
-    (
-        MERGED,
-        "x.reshape(x.shape[1], len(x), *x.shape[2:]).permute(1, 2, 0, 3).flatten(2)",
-    ),
 )
 merge_heads.fault(
     "only_flattened",
@@ -113,7 +98,11 @@ MultiHeadAttention.fault(
     "group_size_for_kv_heads",
     "`n_kv_heads` is taken for the size of a group. It is the number of key and value "
     "heads; a group is n_heads // n_kv_heads query heads.",
-    ("None else n_kv_heads", "None else n_heads // n_kv_heads"),
+    (
+        "self.n_heads, self.n_kv_heads =",
+        "n_kv_heads = n_heads // n_kv_heads if n_kv_heads < n_heads else n_heads\n"
+        "        self.n_heads, self.n_kv_heads =",
+    ),
 )
 MultiHeadAttention.fault(
     "weights_shared",
@@ -123,18 +112,6 @@ MultiHeadAttention.fault(
         "self.w_v = nn.Linear(d_model, n_kv_heads * d_head, bias=False)",
         "self.w_v = self.w_k",
     ),
-)
-MultiHeadAttention.fault(
-    "given_d_head_refused",
-    "A d_model is refused although `d_head` is given. Then d_model may be any number, "
-    "whatever the heads are.",
-    ("d_head is None and d_model % n_heads", "d_model % n_heads"),
-)
-MultiHeadAttention.fault(
-    "divided_the_wrong_way_round",
-    "The number of key and value heads is tested for being a multiple of the query "
-    "heads. It is the other way round: several query heads share one.",
-    ("if n_heads % n_kv_heads", "if n_kv_heads % n_heads"),
 )
 
 
@@ -151,8 +128,8 @@ for name, *sources in (
     ("keys_and_values_exchanged", "w_q", "w_v", "w_k"),
     ("queries_and_keys_exchanged", "w_k", "w_q", "w_v"),
     ("queries_compared_with_queries", "w_q", "w_q", "w_v"),
-    ("keys_compared_with_keys", "w_k", "w_k", "w_v"),
     ("values_compared_with_keys", "w_v", "w_k", "w_v"),
+    ("keys_compared_with_keys", "w_k", "w_k", "w_v"),
     ("queries_compared_with_values", "w_q", "w_v", "w_v"),
     ("values_not_projected", "w_q", "w_k", "w_k"),
     ("queries_averaged", "w_q", "w_k", "w_q"),
@@ -172,7 +149,6 @@ for name, *sources in (
 for name, divisor, factor in (
     ("scaled_by_d_model", "√d_model", "(q.shape[-1] / x.shape[-1]) ** 0.5"),
     ("scaled_by_all_heads", "√(n_heads·d_head)", "self.n_heads ** -0.5"),
-    ("scaled_by_the_length", "√T", "(q.shape[-1] / x.shape[1]) ** 0.5"),
     ("scaled_twice", "√d_head twice", "q.shape[-1] ** -0.5"),
     ("not_scaled", "1", "q.shape[-1] ** 0.5"),
 ):
@@ -224,11 +200,6 @@ MultiHeadAttention.fault(
     "token ever sees another.",
     (LOOK, "attention(*(each.transpose(1, 2) for each in (q, k, v))).transpose(1, 2)"),
 )
-MultiHeadAttention.fault(
-    "no_heads",
-    "Nothing is split: one look of full width, whatever n_heads says.",
-    (MIXED, "attention(self.w_q(x), self.w_k(x), self.w_v(x), mask)"),
-)
 for number in ("n_kv_heads", "n_heads"):
     MultiHeadAttention.fault(
         f"repeated_{number}_times",
@@ -245,7 +216,6 @@ MultiHeadAttention.fault(
 
 # MultiHeadAttention: masks and rotation -----------------------------------------------
 
-SIZE = "len(x), 1, x.shape[1], x.shape[1]"
 ROTATED = "q, k = rotate(q), rotate(k)"
 IF_GIVEN = f"if rotate is not None:\n            {ROTATED}"
 
@@ -259,22 +229,6 @@ MultiHeadAttention.fault(
     "The mask is read the other way round. Here True means “may look”; "
     "`nn.MultiheadAttention` means the opposite.",
     (LOOK, "attention(q, k, v, None if mask is None else ~mask)"),
-)
-MultiHeadAttention.fault(
-    "always_causal",
-    "Later positions are hidden although no mask was given. Who calls it decides.",
-    (LOOK, "attention(q, k, v, x.new_ones(x.shape[1], x.shape[1]).tril().bool())"),
-)
-MultiHeadAttention.fault(
-    "masks_tiled",
-    "Heads and batch are one dimension, and the masks are repeated in the wrong order "
-    "along it: a row gets another row's mask. It hides where all masks are equal.",
-    (
-        SHARED,
-        f"{SHARED}\n        if mask is not None:\n"
-        f"            tiled = mask.expand({SIZE}).repeat(self.n_heads, 1, 1, 1)\n"
-        "            mask = tiled.view(len(x), self.n_heads, *tiled.shape[2:])",
-    ),
 )
 MultiHeadAttention.fault("rotate_unused", "`rotate` is never called.", (IF_GIVEN, ""))
 for name, what, rotated in (
@@ -329,11 +283,6 @@ for name, count, sentence in (
         "One of w_q and w_o is missing. w_o leads back from the heads to d_model.",
     ),
     (
-        "biases_counted",
-        f"{COUNT} + (n_heads + 2 * n_kv_heads) * d_head + d_model",
-        "Biases are counted. These layers have none.",
-    ),
-    (
         "keys_or_values_forgotten",
         "d_model * d_head * (2 * n_heads + n_kv_heads)",
         "Keys and values are counted once. Each has a matrix of its own.",
@@ -348,11 +297,6 @@ for name, count, sentence in (
         "d_head_ignored",
         "2 * d_model * (d_model // n_heads) * (n_heads + n_kv_heads)",
         "d_head is taken to be d_model / n_heads. It is a number of its own.",
-    ),
-    (
-        "square_output",
-        "d_model * d_head * (n_heads + 2 * n_kv_heads) + d_model**2",
-        "w_o is counted as d_model × d_model. It leads from n_heads·d_head to d_model.",
     ),
 ):
     attention_parameters.fault(name, sentence, (COUNT, count))
@@ -401,13 +345,6 @@ masks_and_heads.fault(
         "split_heads": lambda x, n_heads: x.reshape(len(x), n_heads, x.shape[1], -1),
         "merge_heads": lambda x: x.reshape(len(x), x.shape[2], -1),
     }
-)
-masks_and_heads.fault(
-    "merge_does_not_undo_split",
-    "split_heads puts the heads before the time, and merge_heads reads the memory as "
-    "if they stood behind it. A stream that is split and merged must come back.",
-    (MERGED, "x.reshape(x.shape[0], x.shape[2], -1)"),
-    edited="merge_heads",
 )
 masks_and_heads.fault(
     "heads_shared_in_turn",

@@ -15,7 +15,6 @@ from utils.exercises.positions import (
 # Sinusoidal positions -----------------------------------------------------------------
 
 EXPONENTS = "-torch.arange(0, d_model, 2) / d_model"
-TO_THE_END = "-torch.arange(d_model // 2) / max(d_model // 2 - 1, 1)"
 WAVES = "torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)"
 BY_COLUMN = "torch.where(torch.arange(d_model) % 2 == 0, angles.sin(), angles.cos())"
 
@@ -45,21 +44,9 @@ sinusoidal.fault(
     (WAVES, BY_COLUMN),
 )
 sinusoidal.fault(
-    "stretched_to_the_end",
-    "The frequencies run all the way down to 1/10000, dividing by one less than the "
-    "number of pairs. The formula divides by d_model.",
-    (EXPONENTS, TO_THE_END),
-)
-sinusoidal.fault(
     "cosine_first",
     "Cosine and sine have changed places: the sine comes first.",
     ("(angles.sin(), angles.cos())", "(angles.cos(), angles.sin())"),
-)
-sinusoidal.fault(
-    "reshaped_across_rows",
-    "Sines and cosines are reshaped so that numbers of different positions share a "
-    "row. The dimension along which they are put together must be the last one.",
-    ("dim=-1).flatten(-2)", "dim=0).reshape(t, d_model)"),
 )
 sinusoidal.fault(
     "new_dimension_in_front",
@@ -71,12 +58,6 @@ sinusoidal.fault(
 
 LOOK_UP = "return self.table(positions)"
 
-LearnedPositions.fault(
-    "compared_as_one_number",
-    "`if` wants one answer, and a comparison of a tensor gives one for each position. "
-    "Ask whether it holds for `any()` of them.",
-    ("if len(outside)", "if positions >= max_len"),
-)
 LearnedPositions.fault(
     "positions_ignored",
     "It returns the first T rows, whatever the positions are. With a cache, or with "
@@ -96,12 +77,10 @@ LearnedPositions.fault(
 
 # RoPE ---------------------------------------------------------------------------------
 
-TOP = "d_head = x.shape[-1]"
+TOP = "if positions.dim() == 2:"
 LINED_UP = "positions = positions.view(len(positions), *[1] * (x.dim() - 3), -1)"
-POWER = "base ** (pairs / d_head)"
-WAVELENGTHS = f"wavelengths = 2 * math.pi * {POWER}"
-POSITION = "positions[..., None].float()"
-ANGLES = f"angles = 2 * math.pi * ({POSITION} % wavelengths / wavelengths)"
+POWER = "base ** (-pairs / d_head)"
+ANGLES = f"angles = positions[..., None].float() * {POWER}"
 BOTH = "cos, sin = angles.cos(), angles.sin()"
 PAIRS = "even, odd = x[..., 0::2], x[..., 1::2]"
 HALVES = "even, odd = x.chunk(2, dim=-1)"
@@ -151,12 +130,6 @@ rope.fault(
     (TURNED, TURNED.replace("dim=-1", "dim=0")),
 )
 rope.fault(
-    "halves_put_together_as_neighbours",
-    "Two conventions are mixed: the halves are turned as pairs, and the results are "
-    "put back as neighbours. Take the pairs from where they are put back.",
-    (PAIRS, HALVES),
-)
-rope.fault(
     "sine_and_cosine_exchanged",
     "Sine and cosine have changed places. At position 0 the angle is 0 and x must stay "
     "as it is: each number is multiplied by the cosine, its partner by the sine.",
@@ -182,46 +155,28 @@ rope.fault(
     ("even * cos - odd * sin", "even * cos + odd * sin"),
 )
 rope.fault(
-    "overwritten_on_the_way",
-    "The second number of each pair is computed from the first one after it was "
-    "turned. Both need the pair as it was.",
-    (PAIRS, f"{PAIRS}\n    even = even * cos - odd * sin"),
-    ("(even * cos - odd * sin, ", "(even, "),
-)
-rope.fault(
     "divided_by_the_frequency",
     "The position is divided by the frequency instead of multiplied. Later pairs must "
     "turn more slowly, not faster. Position 0 and the first pair do not show it.",
-    (POWER, "base ** (-pairs / d_head)"),
+    (POWER, "base ** (pairs / d_head)"),
 )
 rope.fault(
     "index_doubled",
     "The exponent runs twice as fast as it should: an index that counts 0, 2, 4, … is "
     "2i already, or d_head/2 stands where d_head should.",
-    (POWER, "base ** (2 * pairs / d_head)"),
-)
-rope.fault(
-    "stretched_to_the_end",
-    "The exponents run to −1, divided by d_head − 2, so that the slowest pair turns "
-    "base times slower than the first. The formula divides by d_head.",
-    (POWER, "base ** (pairs / max(d_head - 2, 1))"),
+    (POWER, "base ** (-2 * pairs / d_head)"),
 )
 rope.fault(
     "positions_ignored",
     "It counts 0, 1, 2, … whatever positions are handed in. With a cache the next "
     "token would always be the first.",
-    (TOP, f"{TOP}\n    positions = torch.arange(x.shape[-2], device=x.device)"),
+    (TOP, f"positions = torch.arange(x.shape[-2], device=x.device)\n    {TOP}"),
 )
 rope.fault(
     "relative_to_the_first",
     "Positions are counted from the first one that is handed in. With a cache the next "
     "token would always be the first.",
-    (TOP, f"{TOP}\n    positions = positions - positions[..., :1]"),
-)
-rope.fault(
-    "only_the_start",
-    "It takes the first position and counts on from there. Positions may jump.",
-    (TOP, f"{TOP}\n    positions = positions[..., :1] + torch.arange(x.shape[-2])"),
+    (TOP, f"positions = positions - positions[..., :1]\n    {TOP}"),
 )
 rope.fault(
     "cached_table",
@@ -266,21 +221,20 @@ rope.fault(
 rope.fault(
     "base_ignored",
     "The base is 10,000 whatever is asked for.",
-    (POWER, "10_000.0 ** (pairs / d_head)"),
+    (POWER, "10_000.0 ** (-pairs / d_head)"),
 )
 rope.fault(
     "angles_in_half_precision",
     "The angle is computed in the dtype of x. In bfloat16 the whole numbers past 256 "
     "have gaps, and position 3001 is 3008.",
-    (WAVELENGTHS, "frequencies = (base ** (-pairs / d_head)).to(x.dtype)"),
-    (ANGLES, "angles = positions[..., None].to(x.dtype) * frequencies"),
+    (ANGLES, f"angles = positions[..., None].to(x.dtype) * ({POWER}).to(x.dtype)"),
 )
 rope.fault(
     "angles_rounded_to_x",
     "The angle is rounded to the dtype of x before sine and cosine are taken: in "
     "bfloat16 3001 radians become 3008. Sine and cosine may be rounded; the angle may "
     "not.",
-    (ANGLES, f"angles = ({POSITION} / (wavelengths / (2 * math.pi))).to(x.dtype)"),
+    (ANGLES, ANGLES.replace("positions", "(positions") + ").to(x.dtype)"),
 )
 
 # ALiBi --------------------------------------------------------------------------------
@@ -338,19 +292,6 @@ alibi_bias.fault(
     (QUERIES, "keys[:t_q]"),
 )
 alibi_bias.fault(
-    "top_left_signed",
-    "The queries are taken for the first positions, and keys that they may look at, "
-    "for later ones, get a reward. They are the last positions.",
-    (QUERIES, "keys[:t_q]"),
-    (DISTANCE, "queries[:, None] - keys"),
-)
-alibi_bias.fault(
-    "counted_from_the_key",
-    "slope · key position is returned. The weights come out right, but the bias is to "
-    "be 0 on the diagonal: numbers that grow with the text lose digits.",
-    (DISTANCE, "-keys.expand(t_q, t_k)"),
-)
-alibi_bias.fault(
     "zero_times_infinity",
     "A 0/1 mask is multiplied by −∞, and 0 · ∞ is NaN. Later keys are the mask's "
     "business: leave any number there.",
@@ -367,12 +308,6 @@ alibi_bias.fault(
     "Slopes (n_heads,) times distances (t_q, t_k): broadcasting, which counts from the "
     "end, lines the heads up with the keys. The slopes need two more dimensions.",
     ("(n_heads)[:, None, None]", "(n_heads)"),
-)
-alibi_bias.fault(
-    "slopes_on_the_queries",
-    "Slopes (n_heads, 1) times distances (t_q, t_k): broadcasting, which counts from "
-    "the end, lines the heads up with the queries. One more dimension is missing.",
-    ("(n_heads)[:, None, None]", "(n_heads)[:, None]"),
 )
 alibi_bias.inherits(alibi_slopes, "starts_at_one", "one_formula_for_all")
 
@@ -391,16 +326,6 @@ ntk_base.fault(
     "exponent_upside_down",
     "The exponent is upside down.",
     (EXPONENT, "((d_head - 2) / d_head)"),
-)
-ntk_base.fault(
-    "exponent_of_pairs",
-    "The exponent is made of the number of pairs, d_head/2, instead of d_head.",
-    (EXPONENT, "(d_head / 2 / (d_head / 2 - 2))"),
-)
-ntk_base.fault(
-    "exponent_two_over",
-    "The exponent is 2/(d_head − 2). That is what is missing on top of one factor.",
-    (EXPONENT, "(2 / (d_head - 2))"),
 )
 
 # Parts together -----------------------------------------------------------------------
@@ -477,6 +402,6 @@ ntk_in_rope.fault(
 ntk_in_rope.fault(
     "base_ignored",
     "`rope` takes a base and uses 10,000 all the same: stretching it does nothing.",
-    (POWER, "10_000.0 ** (pairs / d_head)"),
+    (POWER, "10_000.0 ** (-pairs / d_head)"),
     edited="rope",
 )
