@@ -7,6 +7,7 @@ from utils.exercises.forward_pass import (
     count_parameters,
     forward_flops,
     generate,
+    parameter_name,
     sample,
     whole_decoder,
 )
@@ -23,6 +24,7 @@ TransformerConfig.fault(
 # Block --------------------------------------------------------------------------------
 
 ATTEND = "x = pre_norm(x, attend, self.norm_1)"
+NORM_1, NORM_2 = (f"self.norm_{i} = RMSNorm(config.d_model" for i in (1, 2))
 THINK = "pre_norm(x, self.feed_forward, self.norm_2)"
 
 Block.fault(
@@ -92,7 +94,8 @@ Block.fault(
 Block.fault(
     "eps_ignored",
     "The norms use their default eps; the config's `norm_eps` is not passed on.",
-    ("norm = RMSNorm", "norm = lambda d_model, eps: RMSNorm(d_model)"),
+    ("self.norm_1 = RMSNorm(config.d_model, config.norm_eps)", f"{NORM_1})"),
+    ("self.norm_2 = RMSNorm(config.d_model, config.norm_eps)", f"{NORM_2})"),
 )
 
 # Transformer --------------------------------------------------------------------------
@@ -104,7 +107,7 @@ Transformer.fault(
     "no_mask",
     "No mask hides the future: every position sees the tokens that it is to predict. "
     "The loss in training will look wonderful, the texts will not.",
-    ("block(x, mask, positions)", "block(x, None, positions)"),
+    ("block(x, mask)", "block(x)"),
 )
 Transformer.fault(
     "mask_upside_down",
@@ -125,7 +128,7 @@ Transformer.fault(
 Transformer.fault(
     "eps_of_the_last_norm",
     "The last norm uses its default eps; the config's `norm_eps` is not passed on.",
-    ("norm(config.d_model, eps=config.norm_eps)", "norm(config.d_model)"),
+    ("RMSNorm(config.d_model, config.norm_eps)", "RMSNorm(config.d_model)"),
 )
 Transformer.fault(
     "shifted",
@@ -230,7 +233,7 @@ generate.fault(
 count_parameters.fault(
     "last_norm_forgotten",
     "The norm before the head is missing.",
-    ("blocks + norm", "blocks"),
+    ("2 * c.n_layers + 1", "2 * c.n_layers"),
 )
 
 # forward_flops ------------------------------------------------------------------------
@@ -258,6 +261,34 @@ forward_flops.fault(
     "This is the rule of two operations a parameter and token. It knows neither the "
     "scores nor that norms and embeddings are no products.",
     ("2 * (t * weights + scores)", "2 * count_parameters(config) * t"),
+)
+
+# parameter_name -----------------------------------------------------------------------
+
+parameter_name.fault(
+    "gate_and_up_exchanged",
+    "`ffn_gate` and `ffn_up` are exchanged. Your `w_1` is the gate, which goes through "
+    "SiLU; both have the same shape, so nothing but the answers would tell.",
+    ('"ffn_gate": "feed_forward.w_1"', '"ffn_gate": "feed_forward.w_3"'),
+    ('"ffn_up": "feed_forward.w_3"', '"ffn_up": "feed_forward.w_1"'),
+)
+parameter_name.fault(
+    "down_and_up_exchanged",
+    "`ffn_down` and `ffn_up` are exchanged: your `w_2` leads back to the stream, `w_3` "
+    "stands beside the gate.",
+    ('"ffn_down": "feed_forward.w_2"', '"ffn_down": "feed_forward.w_3"'),
+    ('"ffn_up": "feed_forward.w_3"', '"ffn_up": "feed_forward.w_2"'),
+)
+parameter_name.fault(
+    "norms_exchanged",
+    "The two norms of a block are exchanged: `norm_1` stands before attention.",
+    ('"attn_norm": "norm_1"', '"attn_norm": "norm_2"'),
+    ('"ffn_norm": "norm_2"', '"ffn_norm": "norm_1"'),
+)
+parameter_name.fault(
+    "one_digit",
+    "Only the first digit of a block's number is kept, and there are 30 blocks.",
+    ("blocks.{number}", "blocks.{number[0]}"),
 )
 
 # The parts of lessons 02 to 08 together -----------------------------------------------

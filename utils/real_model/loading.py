@@ -40,15 +40,25 @@ def load(config_class, transformer, tokenizer, **changes):
     )
 
 
+def open_or_explain():
+    """What the model's file holds; without it None, after a sentence that says why."""
+    return _explained(lambda: read(model_file()))
+
+
 def load_or_explain(config_class, transformer, tokenizer, **changes):
     """As `load`; without the model `(None, None)`, after a sentence that says why."""
+    found = _explained(lambda: load(config_class, transformer, tokenizer, **changes))
+    return found or (None, None)
+
+
+def _explained(reading):
     try:
-        return load(config_class, transformer, tokenizer, **changes)
+        return reading()
     except ModelProblem as problem:
         if os.environ.get("COURSE_BUILD"):
             raise  # a solution notebook is stored with the model's outputs
         print(f"Without the real model: {problem}")
-        return None, None
+        return None
 
 
 def fill(model, weights: dict) -> None:
