@@ -18,13 +18,14 @@ def load(config_class, transformer, tokenizer, **changes):
     path = model_file()
     try:
         contents = read(path)
+        weights = contents.weights
         config = config_class(**(contents.sizes | changes))
         try:
             with torch.device("meta"):
                 model = transformer(config)
         except Exception:  # an answer that reads values while it is built
             model = transformer(config)
-        fill(model, contents.weights)
+        fill(model, weights)
         prepack_linears(model)
         vocab, merges = contents.vocab, contents.merges
         return model.eval(), tokenizer(vocab, merges, contents.special_tokens, PATTERN)
