@@ -56,19 +56,6 @@ Block.fault(
     (THINK, "new + self.feed_forward(self.norm_2(x))"),
 )
 Block.fault(
-    "attention_unused",
-    "Attention's result is not used: is it bound to a name that nobody reads, or added "
-    "to a copy?",
-    (ATTEND, ATTEND.removeprefix("x = ")),
-)
-Block.fault(
-    "second_residual_from_the_start",
-    "The second addition starts from the block's input, so attention's own "
-    "contribution to the stream is lost.",
-    (ATTEND, "new = pre_norm(x, attend, self.norm_1)"),
-    (THINK, "x + self.feed_forward(self.norm_2(new))"),
-)
-Block.fault(
     "one_norm_for_both",
     "`norm_1` is used twice. The two norms have weights of their own; while both are "
     "ones, as at the start, nobody notices.",
@@ -114,11 +101,6 @@ Transformer.fault(
     "The mask is upside down: each position sees what comes *after* it. True = may "
     "look, row = query, column = key.",
     ("causal_mask(t)", "causal_mask(t).T"),
-)
-Transformer.fault(
-    "one_ahead",
-    "Each position sees one token ahead, the very one that it must predict.",
-    ("causal_mask(t)", "torch.ones(t, t).tril(1).bool()"),
 )
 Transformer.fault(
     "no_final_norm",
@@ -190,19 +172,6 @@ sample.fault(
     "Keep it: look at the sum before each token.",
     (REACHED, "p.cumsum(dim=-1) > top_p"),
 )
-sample.fault(
-    "top_p_first",
-    "`top_p` is applied to the probabilities of all tokens. It looks at what `top_k` "
-    "has left, which sums to 1 again.",
-    (DIVIDED, f"{DIVIDED}; whole = scaled.clone()"),
-    (IN_TOP_P, IN_TOP_P.replace("scaled,", "whole,")),
-)
-sample.fault(
-    "mask_not_sent_back",
-    "The mask was made for sorted tokens and is applied to unsorted ones. It must go "
-    "back to the order of the vocabulary.",
-    (REACHED, f"({REACHED}).gather(1, order)"),
-)
 
 # generate -----------------------------------------------------------------------------
 
@@ -220,12 +189,6 @@ generate.fault(
     "The model reads the prompt in every step, never what it has written.",
     (LOOP, f"prompt = ids\n    {LOOP}"),
     (SEEN, "model(prompt)"),
-)
-generate.fault(
-    "last_token_alone",
-    "The model reads only the newest token. Without a cache (lesson 10) it has to read "
-    "the whole text again.",
-    (SEEN, "model(ids[:, -1:])"),
 )
 
 # count_parameters ---------------------------------------------------------------------
@@ -256,12 +219,6 @@ forward_flops.fault(
     "square and hides half of it.",
     ("2 * t * t", "t * (t + 1)"),
 )
-forward_flops.fault(
-    "two_per_parameter",
-    "This is the rule of two operations a parameter and token. It knows neither the "
-    "scores nor that norms and embeddings are no products.",
-    ("2 * (t * weights + scores)", "2 * count_parameters(config) * t"),
-)
 
 # parameter_name -----------------------------------------------------------------------
 
@@ -271,13 +228,6 @@ parameter_name.fault(
     "SiLU; both have the same shape, so nothing but the answers would tell.",
     ('"ffn_gate": "feed_forward.w_1"', '"ffn_gate": "feed_forward.w_3"'),
     ('"ffn_up": "feed_forward.w_3"', '"ffn_up": "feed_forward.w_1"'),
-)
-parameter_name.fault(
-    "down_and_up_exchanged",
-    "`ffn_down` and `ffn_up` are exchanged: your `w_2` leads back to the stream, `w_3` "
-    "stands beside the gate.",
-    ('"ffn_down": "feed_forward.w_2"', '"ffn_down": "feed_forward.w_3"'),
-    ('"ffn_up": "feed_forward.w_3"', '"ffn_up": "feed_forward.w_2"'),
 )
 parameter_name.fault(
     "norms_exchanged",
