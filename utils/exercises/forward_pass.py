@@ -866,7 +866,8 @@ def growth(case, truth, answer, c, **more):
     """What each size adds when it is doubled, in the answer and in truth."""
     others = {n: (replace(c, **{n: 2 * getattr(c, n)}), more) for n in SIZES}
     others["n_kv_heads"] = (replace(c, n_kv_heads=c.n_heads), more)
-    others |= {name: (c, {name: 2 * value}) for name, value in more.items()}
+    numbers = {name: n for name, n in more.items() if isinstance(n, int)}
+    others |= {name: (c, more | {name: 2 * n}) for name, n in numbers.items()}
     right, wrong = [], []
     for name, (other, given) in others.items():
         expected = truth(other, **given) - truth(c, **more)

@@ -49,13 +49,6 @@ Block.fault(
     (THINK, "self.norm_2(x + self.feed_forward(x))"),
 )
 Block.fault(
-    "parallel",
-    "Both sublayers read the block's input. The feed-forward network reads the stream "
-    "*after* attention has been added.",
-    (ATTEND, "new = pre_norm(x, attend, self.norm_1)"),
-    (THINK, "new + self.feed_forward(self.norm_2(x))"),
-)
-Block.fault(
     "one_norm_for_both",
     "`norm_1` is used twice. The two norms have weights of their own; while both are "
     "ones, as at the start, nobody notices.",
@@ -71,12 +64,6 @@ Block.fault(
     "base_ignored",
     "RoPE runs with its default base; the config's `rope_base` is not passed on.",
     (", base=self.config.rope_base", ""),
-)
-Block.fault(
-    "always_causal",
-    "The block hides the future by itself, even where no mask is given. It takes the "
-    "mask that it gets; the model decides.",
-    ("mask=mask", "mask=causal_mask(x.shape[1]).to(x.device)"),
 )
 Block.fault(
     "eps_ignored",
@@ -176,19 +163,12 @@ sample.fault(
 # generate -----------------------------------------------------------------------------
 
 SEEN = "model(ids[:, -max_len:])"
-LOOP = "for _ in range(n_tokens):"
 
 generate.fault(
     "last_but_one",
     "The next token is drawn from the last position but one: it predicts the token "
     "that is already there.",
     (f"{SEEN}[:, -1]", f"{SEEN}[:, -2:][:, 0]"),
-)
-generate.fault(
-    "prompt_alone",
-    "The model reads the prompt in every step, never what it has written.",
-    (LOOP, f"prompt = ids\n    {LOOP}"),
-    (SEEN, "model(prompt)"),
 )
 
 # count_parameters ---------------------------------------------------------------------

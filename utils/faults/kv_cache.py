@@ -164,6 +164,11 @@ for name, sentence, new in (
     chunk_mask.fault(name, sentence, (REAL, new))
 
 chunk_mask.fault(
+    "past_or_real",
+    "A key is visible if it is past *or* no padding. It has to be both.",
+    ("mask.to(padding.device) & real", "mask.to(padding.device) | real"),
+)
+chunk_mask.fault(
     "queries_hidden",
     "The padding is hidden as queries, rows of the mask; as keys, columns, it is not.",
     (COLUMNS, "real[:, None, t_k - t_q :, None]"),
@@ -202,11 +207,6 @@ for name, sentence, new in (
         f"{AT} + (start > 0)",
     ),
     (
-        "one_behind",
-        "Positions behind a prefix are one too small: two tokens stand at one place.",
-        f"{AT} - int(start > 0)",
-    ),
-    (
         "positions_in_the_models_dtype",
         "Positions are rounded to the model's dtype; bfloat16 counts to 256.",
         f"{AT}.to(model.embedding.weight.dtype).long()",
@@ -221,11 +221,12 @@ cached_forward.fault(
     (TURN, "plain, k = q, turn(k)"),
     (APPEND, f"{THEN}q = rope(plain, positions + cache.length - start, c.rope_base)"),
 )
-cached_forward.fault(
-    "learned_positions_from_zero",
-    'In style "gpt2" the learned positions start at 0 in each call.',
-    (LEARNED, LEARNED.replace("(positions)", "(positions - start)")),
-)
+for name, sentence, new in (
+    ("from_zero", "start at 0 in each call", LEARNED.replace("s)", "s - start)")),
+    ("forgotten", "are not added", "pass"),
+):
+    sentence = f'In style "gpt2" the learned positions {sentence}.'
+    cached_forward.fault(f"learned_positions_{name}", sentence, (LEARNED, new))
 
 # The forward pass: rotation and cache -------------------------------------------------
 
@@ -271,11 +272,6 @@ cached_forward.fault(
     "cache_not_read",
     "Keys and values are stored and never used. `append` returns all of them.",
     (APPEND, "cache.append(layer, k, v)"),
-)
-cached_forward.fault(
-    "always_the_first_layer",
-    "Every layer appends to layer 0 of the cache.",
-    (APPEND, "k, v = cache.append(0, k, v)"),
 )
 
 # The forward pass: masks and padding --------------------------------------------------
@@ -338,6 +334,8 @@ cached_forward.fault(
     "Heads and positions change places before `w_o`; use `merge_heads`.",
     ("merge_heads(y)", "y.reshape(len(x), t, -1)"),
 )
+for norm in ("block.norm_1(x)", "block.norm_2(x)", "model.norm(x)"):
+    cached_forward.fault(f"no {norm}", f"`{norm}` is missing.", (norm, "x"))
 for part, call in (("attention", "part.w_o"), ("feed_forward", "block.feed_forward")):
     cached_forward.fault(
         f"{part}_not_added",
