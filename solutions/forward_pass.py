@@ -51,7 +51,6 @@ class TransformerConfig:
     style: str = "llama"
 
     def __post_init__(self):
-        ### BEGIN SOLUTION
         for name in (
             *("vocab_size", "d_model", "n_layers", "n_heads"),
             *("n_kv_heads", "d_head", "d_ff", "max_len"),
@@ -60,6 +59,7 @@ class TransformerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 needed")
         if self.style not in ("llama", "gpt2"):
             raise ValueError(f"style is {self.style!r}, expected 'llama' or 'gpt2'")
+        ### BEGIN SOLUTION
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"{self.n_heads} heads cannot share {self.n_kv_heads} KV heads evenly"
@@ -85,23 +85,22 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        ### BEGIN SOLUTION
         self.config = config
+        ### BEGIN SOLUTION
+        self.norm_1 = RMSNorm(config.d_model, config.norm_eps)
+        self.norm_2 = RMSNorm(config.d_model, config.norm_eps)
         self.attention = MultiHeadAttention(
             config.d_model, config.n_heads, config.n_kv_heads, config.d_head
         )
-        if config.style == "llama":
-            norm = RMSNorm
-            self.feed_forward = SwiGLU(config.d_model, config.d_ff)
-        else:
-            norm = nn.LayerNorm
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff)
+        ### END SOLUTION
+        if config.style == "gpt2":  # given
+            self.norm_1 = nn.LayerNorm(config.d_model, config.norm_eps)
+            self.norm_2 = nn.LayerNorm(config.d_model, config.norm_eps)
             self.feed_forward = FeedForward(config.d_model, config.d_ff, gelu)
             for layer in self.modules():
                 if isinstance(layer, nn.Linear):
                     layer.bias = nn.Parameter(torch.zeros(layer.out_features))
-        self.norm_1 = norm(config.d_model, eps=config.norm_eps)
-        self.norm_2 = norm(config.d_model, eps=config.norm_eps)
-        ### END SOLUTION
 
     def forward(self, x, mask=None, positions=None):
         """Let the positions look at each other, then think about each alone.
@@ -114,12 +113,12 @@ class Block(nn.Module):
         Returns:
             `(B, T, d_model)`.
         """
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        rotates = self.config.style == "llama"  # given; without it `rotate` is None
         ### BEGIN SOLUTION
-        rotate = None
-        if self.config.style == "llama":
-            if positions is None:
-                positions = torch.arange(x.shape[1], device=x.device)
-            rotate = partial(rope, positions=positions, base=self.config.rope_base)
+        rotate = partial(rope, positions=positions, base=self.config.rope_base)
+        rotate = rotate if rotates else None
         attend = partial(self.attention, mask=mask, rotate=rotate)
         x = pre_norm(x, attend, self.norm_1)  # B T D
         return pre_norm(x, self.feed_forward, self.norm_2)  # B T D
@@ -144,21 +143,21 @@ class Transformer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        ### BEGIN SOLUTION
         self.config = config
+        ### BEGIN SOLUTION
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        if config.style == "gpt2":
-            self.positions = LearnedPositions(config.max_len, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        norm = RMSNorm if config.style == "llama" else nn.LayerNorm
-        self.norm = norm(config.d_model, eps=config.norm_eps)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        for parameter in self.parameters():
+        ### END SOLUTION
+        if config.style == "gpt2":  # given
+            self.norm = nn.LayerNorm(config.d_model, config.norm_eps)
+            self.positions = LearnedPositions(config.max_len, config.d_model)
+        for parameter in self.parameters():  # given
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
-        ### END SOLUTION
 
     def forward(self, ids):
         """Whole `ids` `(B, T)` → logits `(B, T, vocab_size)`; no position looks ahead.
@@ -166,17 +165,16 @@ class Transformer(nn.Module):
         Raises:
             ValueError: if T is larger than `config.max_len`; names both.
         """
-        ### BEGIN SOLUTION
         t = ids.shape[1]
         if t > self.config.max_len:
             raise ValueError(f"{t} tokens, but max_len is {self.config.max_len}")
-        positions = torch.arange(t, device=ids.device)
-        mask = causal_mask(t).to(ids.device)  # T T
         x = self.embedding(ids)  # B T → B T D
-        if self.config.style == "gpt2":
-            x = x + self.positions(positions)  # B T D
+        if self.config.style == "gpt2":  # given
+            x = x + self.positions(torch.arange(t, device=ids.device))  # B T D
+        ### BEGIN SOLUTION
+        mask = causal_mask(t).to(ids.device)  # T T
         for block in self.blocks:
-            x = block(x, mask, positions)  # B T D
+            x = block(x, mask)  # B T D
         return self.head(self.norm(x))  # B T D → B T V
         ### END SOLUTION
 
@@ -202,7 +200,6 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     Fan, Lewis, Dauphin (2018), "Hierarchical Neural Story Generation" (top-k); Holtzman
     et al. (2020), "The Curious Case of Neural Text Degeneration" (top-p).
     """
-    ### BEGIN SOLUTION
     size = logits.shape[-1]
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}, but must not be negative")
@@ -210,6 +207,7 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         raise ValueError(f"top_k is {top_k}, but must be in 1 to {size}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}, but must be above 0 and at most 1")
+    ### BEGIN SOLUTION
     if temperature == 0:
         return logits.argmax(dim=-1)  # B
     scaled, order = logits.float().sort(dim=-1, descending=True)  # B V, likely first
@@ -244,12 +242,12 @@ def generate(
     Raises:
         ValueError: if the prompt is empty, or longer than `max_len` (names both).
     """
-    ### BEGIN SOLUTION
     max_len = model.config.max_len
     if ids.shape[1] == 0:
         raise ValueError("the prompt is empty; the model needs at least one token")
     if ids.shape[1] > max_len:
         raise ValueError(f"a prompt of {ids.shape[1]} tokens, but max_len is {max_len}")
+    ### BEGIN SOLUTION
     for _ in range(n_tokens):
         logits = model(ids[:, -max_len:])[:, -1]  # B V, of the last position
         token = sample(logits, temperature, top_k, top_p, generator)  # B
@@ -267,17 +265,17 @@ def count_parameters(config):
     Returns:
         An int: every matrix, norm and bias, a tied matrix counted once.
     """
+    c, n_matrices, more = config, 3, 0
+    if c.style == "gpt2":  # given: a network's matrices, and what else that style has
+        n_matrices = 2
+        biases = c.d_head * (c.n_heads + 2 * c.n_kv_heads) + 2 * c.d_model + c.d_ff
+        more = c.n_layers * biases + (2 * c.n_layers + 1 + c.max_len) * c.d_model
     ### BEGIN SOLUTION
-    c, gpt2 = config, config.style == "gpt2"
-    d_q, d_kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
-    attention = 2 * c.d_model * (d_q + d_kv)
-    feed_forward = (2 if gpt2 else 3) * c.d_model * c.d_ff
-    norm = (2 if gpt2 else 1) * c.d_model
-    biases = d_q + 2 * d_kv + c.d_model + c.d_ff + c.d_model if gpt2 else 0
-    blocks = c.n_layers * (attention + feed_forward + 2 * norm + biases)
-    matrices = (1 if c.tied else 2) * c.vocab_size * c.d_model
-    table = c.max_len * c.d_model if gpt2 else 0
-    return blocks + norm + matrices + table
+    attention = 2 * c.d_model * c.d_head * (c.n_heads + c.n_kv_heads)
+    feed_forward = n_matrices * c.d_model * c.d_ff
+    norms = (2 * c.n_layers + 1) * c.d_model
+    tables = (1 if c.tied else 2) * c.vocab_size * c.d_model
+    return c.n_layers * (attention + feed_forward) + norms + tables + more
     ### END SOLUTION
 
 
@@ -294,10 +292,11 @@ def forward_flops(config, t):
 
     Kaplan et al. (2020), "Scaling Laws for Neural Language Models", section 2.1.
     """
-    ### BEGIN SOLUTION
     c = config
+    n_matrices = 2 if c.style == "gpt2" else 3  # given: of a feed-forward network
+    ### BEGIN SOLUTION
     attention = 2 * c.d_model * c.d_head * (c.n_heads + c.n_kv_heads)
-    feed_forward = (2 if c.style == "gpt2" else 3) * c.d_model * c.d_ff
+    feed_forward = n_matrices * c.d_model * c.d_ff
     weights = c.n_layers * (attention + feed_forward) + c.vocab_size * c.d_model
     scores = 2 * t * t * c.n_layers * c.n_heads * c.d_head  # q·k, and weights times v
     return 2 * (t * weights + scores)
@@ -310,3 +309,33 @@ def training_flops(n_params, n_tokens):
     Kaplan et al. (2020), "Scaling Laws for Neural Language Models", section 2.1.
     """
     return 6 * n_params * n_tokens
+
+
+def parameter_name(name):
+    """Where a tensor of a GGUF file belongs in a `Transformer`.
+
+    Args:
+        name: as in the file, such as "blk.3.attn_q.weight".
+
+    Returns:
+        The parameter's name, such as "blocks.3.attention.w_q.weight".
+    """
+    ### BEGIN SOLUTION
+    in_block = {
+        "attn_norm": "norm_1",
+        "attn_q": "attention.w_q",
+        "attn_k": "attention.w_k",
+        "attn_v": "attention.w_v",
+        "attn_output": "attention.w_o",
+        "ffn_norm": "norm_2",
+        "ffn_gate": "feed_forward.w_1",
+        "ffn_up": "feed_forward.w_3",
+        "ffn_down": "feed_forward.w_2",
+    }
+    outside = {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
+    first, *rest = name.split(".")
+    if first == "blk":
+        number, part, last = rest
+        return f"blocks.{number}.{in_block[part]}.{last}"
+    return f"{outside[first]}.{rest[0]}"
+    ### END SOLUTION

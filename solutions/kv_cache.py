@@ -27,12 +27,13 @@ class KVCache:
     def __init__(
         self, n_layers, batch, n_kv_heads, max_len, d_head, dtype=None, device=None
     ):
-        ### BEGIN SOLUTION
         shape = (n_layers, batch, n_kv_heads, max_len, d_head)  # L B K max Dh
         if min(shape) < 1:
             raise ValueError(f"sizes {shape}: each must be at least 1")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}: take a floating-point one")
+        self.shape, self.like = shape, torch.empty(0, dtype=dtype, device=device)
+        ### BEGIN SOLUTION
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * n_layers
@@ -63,12 +64,10 @@ class KVCache:
                 cache's, or if shape, dtype or device are not the cache's (names what
                 came and what is expected). Nothing is stored then.
         """
-        ### BEGIN SOLUTION
-        n_layers, batch, n_kv_heads, max_len, d_head = self.k.shape
+        n_layers, batch, n_kv_heads, max_len, d_head = self.shape
         if not 0 <= layer < n_layers:
             raise ValueError(f"layer {layer}, but the cache has {n_layers}, from 0 on")
-        start, t = self.lengths[layer], k.shape[-2]
-        stop = start + t
+        t = k.shape[-2]
         wanted = (batch, n_kv_heads, t, d_head)
         for name, new in (("keys", k), ("values", v)):
             if new.shape != wanted:
@@ -76,11 +75,14 @@ class KVCache:
                     f"{name} of shape {tuple(new.shape)}, but the cache takes "
                     f"{wanted}: build it for this batch and this model"
                 )
-            if new.dtype != self.k.dtype or new.device != self.k.device:
+            if new.dtype != self.like.dtype or new.device != self.like.device:
                 raise ValueError(
                     f"{name} are {new.dtype} on {new.device}, the cache is "
-                    f"{self.k.dtype} on {self.k.device}: build it like the model"
+                    f"{self.like.dtype} on {self.like.device}: build it like the model"
                 )
+        ### BEGIN SOLUTION
+        start = self.lengths[layer]
+        stop = start + t
         if stop > max_len:
             raise ValueError(
                 f"{stop} positions, but the cache has room for {max_len}: reset it, or "
@@ -144,10 +146,11 @@ def cached_forward(model, ids, cache, padding=None):
 
     Pope et al. (2022), "Efficiently Scaling Transformer Inference".
     """
+    n_tokens = cache.length + ids.shape[1]
+    if n_tokens > model.config.max_len:
+        raise ValueError(f"{n_tokens} tokens, but max_len is {model.config.max_len}")
     ### BEGIN SOLUTION
     c, t, start = model.config, ids.shape[1], cache.length
-    if start + t > c.max_len:
-        raise ValueError(f"{start + t} tokens, but max_len is {c.max_len}")
     positions = torch.arange(start, start + t, device=ids.device)  # T
     if padding is not None:
         positions = (positions - padding[:, None]).clamp(min=0)  # B T
@@ -214,7 +217,6 @@ def generate_cached(
         ValueError: if the prompt is empty, or if prompt and new tokens together are
             more than `max_len`; names both.
     """
-    ### BEGIN SOLUTION
     c, (batch, t) = model.config, ids.shape
     if t == 0:
         raise ValueError("the prompt is empty; the model needs at least one token")
@@ -223,6 +225,7 @@ def generate_cached(
             f"{t} tokens and {n_tokens} new ones are {t + n_tokens}, but max_len is "
             f"{c.max_len}"
         )
+    ### BEGIN SOLUTION
     weight = model.embedding.weight
     cache = KVCache(
         *(c.n_layers, batch, c.n_kv_heads, t + n_tokens, c.d_head),
@@ -254,9 +257,9 @@ def kv_cache_bytes(config, t, batch=1, dtype=torch.float16):
     Raises:
         ValueError: if the dtype is not floating-point; names it.
     """
-    ### BEGIN SOLUTION
     if not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}: keys and values are floating-point")
+    ### BEGIN SOLUTION
     numbers = 2 * config.n_layers * config.n_kv_heads * config.d_head
     return numbers * t * batch * dtype.itemsize
     ### END SOLUTION
@@ -279,10 +282,11 @@ class RollingKVCache:
     def __init__(
         self, n_layers, batch, n_kv_heads, window, d_head, dtype=None, device=None
     ):
-        ### BEGIN SOLUTION
         shape = (n_layers, batch, n_kv_heads, window, d_head)  # L B K W Dh
         if min(shape) < 1:
             raise ValueError(f"sizes {shape}: each must be at least 1")
+        self.shape, self.like = shape, torch.empty(0, dtype=dtype, device=device)
+        ### BEGIN SOLUTION
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.window = window
@@ -311,8 +315,7 @@ class RollingKVCache:
             ValueError: if shape, dtype or device are not the cache's; names what came
                 and what is expected. Nothing is stored then.
         """
-        ### BEGIN SOLUTION
-        _, batch, n_kv_heads, _, d_head = self.k.shape
+        _, batch, n_kv_heads, _, d_head = self.shape
         for name, new in (("keys", k), ("values", v)):
             if new.shape != (batch, n_kv_heads, k.shape[2], d_head):
                 raise ValueError(
@@ -320,11 +323,12 @@ class RollingKVCache:
                     f"({batch}, {n_kv_heads}, T, {d_head}): build it for this batch "
                     "and this model"
                 )
-            if new.dtype != self.k.dtype or new.device != self.k.device:
+            if new.dtype != self.like.dtype or new.device != self.like.device:
                 raise ValueError(
                     f"{name} are {new.dtype} on {new.device}, the cache is "
-                    f"{self.k.dtype} on {self.k.device}: build it like the model"
+                    f"{self.like.dtype} on {self.like.device}: build it like the model"
                 )
+        ### BEGIN SOLUTION
         start, t = self.lengths[layer], k.shape[2]
         before = torch.arange(max(0, start - self.window + 1), start) % self.window
         after = torch.arange(max(start, start + t - self.window), start + t)

@@ -1,7 +1,6 @@
 """Lesson 10: the cache against lesson 08's model; other forms; wrong answers."""
 
 import math
-from collections import deque
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -169,15 +168,6 @@ class OneLength(KVCache):
         self.length = 0
 
 
-class BatchFirst(KVCache):
-    """Memory in another order: positions before heads; keys and values together."""
-
-    def __init__(self, n_layers, batch, n_kv_heads, max_len, d_head, **kind):
-        super().__init__(n_layers, batch, n_kv_heads, max_len, d_head, **kind)
-        both = torch.zeros(2, batch, n_layers, max_len, n_kv_heads, d_head, **kind)
-        self.k, self.v = both.permute(0, 2, 1, 4, 3, 5).unbind(0)
-
-
 class ByConcatenation:
     """No ring: the old and the new side by side, a copy of the last ones kept."""
 
@@ -201,24 +191,6 @@ class ByConcatenation:
 
     def keep(self, x):
         return x[:, :, -self.window :].clone()
-
-
-class Queue(ByConcatenation):
-    """Single positions in a queue of limited length."""
-
-    def reset(self):
-        self.kept = [deque(maxlen=self.window) for _ in range(self.n_layers)]
-        self.length = 0
-
-    def append(self, layer, k, v):
-        check_new(self.empty, k, v)
-        queue = self.kept[layer]
-        old = [(self.empty, self.empty), *queue][-(self.window - 1) :]
-        pieces = zip(k.split(1, 2), v.split(1, 2), strict=True)
-        queue.extend((a.clone(), b.clone()) for a, b in pieces)
-        self.length += k.shape[2] * (layer == self.n_layers - 1)
-        old = old if self.window > 1 else []
-        return [torch.cat(each, 2) for each in zip(*old, (k, v), strict=True)]
 
 
 def mask_by_positions(t_q, t_k, padding=None):
@@ -302,25 +274,10 @@ def rotated_anew(q, k, v, append, turn, at, cache):
     return turn(q, at(start)), turn(k, places), v
 
 
-def by_probabilities(logits, temperature=1, top_k=None, top_p=None, generator=None):
-    """A sample that cuts probabilities, not ranks."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    p = torch.softmax(logits.float() / temperature, -1)
-    if top_k is not None:
-        p = p * (p >= p.topk(top_k).values[:, -1:])
-        p = p / p.sum(-1, keepdim=True)
-    if top_p is not None:
-        ranked, order = p.sort(descending=True)
-        kept = ranked.cumsum(-1) - ranked < top_p
-        p = p * torch.zeros_like(kept).scatter(-1, order, kept)
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
-
-
 KEPT = WeakKeyDictionary()
 
 
-def filled_in(model, ids, n_tokens, *settings, padding=None, draw=sample, **named):
+def filled_in(model, ids, n_tokens, *settings, padding=None, **named):
     """The text in a tensor of its final size; caches of earlier calls, with a reset."""
     c, t, p = model.config, ids.shape[1], model.embedding.weight
     if t == 0 or t + n_tokens > c.max_len:
@@ -331,7 +288,7 @@ def filled_in(model, ids, n_tokens, *settings, padding=None, draw=sample, **name
     text, read = torch.cat([ids, ids.new_zeros(len(ids), n_tokens)], 1), 0
     for stop in range(t, t + n_tokens):
         logits = cached_forward(model, text[:, read:stop], cache, padding=padding)
-        text[:, stop] = draw(logits[:, -1], *settings, **named)
+        text[:, stop] = sample(logits[:, -1], *settings, **named)
         read = stop
     return text
 
@@ -346,8 +303,8 @@ def bytes_by_finfo(config, t, batch=1, dtype=torch.float16):
 
 
 OTHER_FORMS = {
-    "KVCache": (OneLength, BatchFirst),
-    "RollingKVCache": (ByConcatenation, Queue),
+    "KVCache": (OneLength,),
+    "RollingKVCache": (ByConcatenation,),
     "chunk_mask": (mask_by_positions, mask_by_loop),
     "cached_forward": (
         plain,
@@ -355,7 +312,7 @@ OTHER_FORMS = {
         partial(plain, attend=attend_grouped),
         partial(plain, store=rotated_anew),
     ),
-    "generate_cached": (filled_in, partial(filled_in, draw=by_probabilities)),
+    "generate_cached": (filled_in,),
     "kv_cache_bytes": (bytes_by_finfo,),
 }
 
@@ -488,26 +445,6 @@ def test_messages_about_a_cache_are_sentences():
 # Wrong answers that no fault lists ----------------------------------------------------
 
 
-def refusing(base, change):
-    """A cache that takes what `change(self, k, v)` makes of keys and values."""
-
-    def append(self, layer, k, v):
-        return base.append(self, layer, *change(self, k, v))
-
-    return changed(base, append=append)
-
-
-def after_refusal(base, change):
-    def append(self, layer, k, v):
-        try:
-            return base.append(self, layer, k, v)
-        except ValueError:
-            change(self)
-            raise
-
-    return changed(base, append=append)
-
-
 def built_with(base, change):
     def __init__(self, *sizes, dtype=None, device=None):
         base.__init__(self, *change(list(sizes), dtype, device))
@@ -515,22 +452,10 @@ def built_with(base, change):
     return changed(base, __init__=__init__)
 
 
-def exchange_halves(self, k, v):
-    half = (torch.float16, torch.bfloat16)
-    fits = k.dtype in half and self.k.dtype in half
-    return (k.to(self.k.dtype), v.to(self.k.dtype)) if fits else (k, v)
-
-
 def of_either(base):
     """Wrong in both caches."""
     return (
-        refusing(base, lambda self, k, v: (k, v.to(k.dtype))),
-        refusing(base, lambda self, k, v: (k, v.expand_as(k) if len(v) == 1 else v)),
-        refusing(base, exchange_halves),
-        after_refusal(base, lambda self: self.reset()),
-        after_refusal(base, lambda self: self.k[0, :, :, 0].zero_()),
         built_with(base, lambda n, dtype, device: (*n, dtype or torch.float32, device)),
-        built_with(base, lambda n, dtype, device: (*map(abs, n), dtype, device)),
         stored(lambda k, v: torch.stack([k, v]), base),
         changed(base, length=property(lambda self: torch.tensor(min(self.lengths)))),
     )

@@ -24,6 +24,8 @@ generate = Exercise("generate", lesson="forward_pass")
 count_parameters = Exercise("count_parameters", lesson="forward_pass")
 forward_flops = Exercise("forward_flops", lesson="forward_pass")
 
+parameter_name = Exercise("parameter_name", lesson="forward_pass")
+
 # What is right: a decoder as functions of a dictionary of weights ---------------------
 
 
@@ -864,7 +866,8 @@ def growth(case, truth, answer, c, **more):
     """What each size adds when it is doubled, in the answer and in truth."""
     others = {n: (replace(c, **{n: 2 * getattr(c, n)}), more) for n in SIZES}
     others["n_kv_heads"] = (replace(c, n_kv_heads=c.n_heads), more)
-    others |= {name: (c, {name: 2 * value}) for name, value in more.items()}
+    numbers = {name: n for name, n in more.items() if isinstance(n, int)}
+    others |= {name: (c, more | {name: 2 * n}) for name, n in numbers.items()}
     right, wrong = [], []
     for name, (other, given) in others.items():
         expected = truth(other, **given) - truth(c, **more)
@@ -945,6 +948,48 @@ for sentence, *configs in (
         for c in configs:
             for t in (17, 1, 43):
                 counts(case, true_cost, answer, c, t=t)
+
+
+# parameter_name -----------------------------------------------------------------------
+
+
+def renamed(case, answer, pairs):
+    for name, place in pairs:
+        case.equal(case.call(answer, name), place, f"for {name!r}, the name")
+
+
+IN_BLOCK = (
+    ("attn_q", "attention.w_q"),
+    ("attn_k", "attention.w_k"),
+    ("attn_v", "attention.w_v"),
+    ("attn_output", "attention.w_o"),
+    ("attn_norm", "norm_1"),
+    ("ffn_norm", "norm_2"),
+    ("ffn_gate", "feed_forward.w_1"),
+    ("ffn_up", "feed_forward.w_3"),
+    ("ffn_down", "feed_forward.w_2"),
+)
+
+
+@parameter_name.requires(
+    "the nine tensors of a block, whichever its number",
+    "Take the name apart at its dots: what is the number, what the part?",
+)
+def _(answer, case):
+    for i in (3, 0, 12, 29):
+        pairs = ((f"blk.{i}.{a}.weight", f"blocks.{i}.{b}.weight") for a, b in IN_BLOCK)
+        renamed(case, answer, pairs)
+
+
+@parameter_name.requires(
+    "the three that stand in no block",
+    "`output` is also a piece of `output_norm` and of `attn_output`: compare whole pieces "
+    "of the name.",
+)
+def _(answer, case):
+    outside = dict(token_embd="embedding", output_norm="norm", output="head")
+    pairs = ((f"{a}.weight", f"{b}.weight") for a, b in outside.items())
+    renamed(case, answer, pairs)
 
 
 # The parts of lessons 02 to 08 together ------------------------------------------------

@@ -22,6 +22,7 @@ from utils.exercises.forward_pass import (
     SMOLLM,
     block_shapes,
     continued,
+    counts,
     model_shapes,
     own_weights,
     seeded,
@@ -819,30 +820,24 @@ APART = replace(
 )
 
 
-def bytes_agree(case, answer, c, t, **given):
+def true_bytes(c, t, batch=1, dtype=torch.float16):
     """As many as tensors take that are really made (on no device)."""
-    named = {"batch": 1, "dtype": torch.float16} | given
-    size = (named["batch"], c.n_kv_heads, t, c.d_head)
-    one = torch.empty(size, dtype=named["dtype"], device="meta")
-    names = ("n_layers", "n_heads", "n_kv_heads", "d_head", "d_model")
-    case.sizes = {name: getattr(c, name) for name in names} | {"t": t}
-    case.sizes |= {"batch": named["batch"], "dtype": named["dtype"].itemsize}
-    actual = case.call(answer, c, t, **given)
-    if type(actual) is not int:
-        raise Explained(f"It is of type {type(actual).__name__}, expected an int.")
-    case.equal(actual, 2 * one.nbytes * c.n_layers)
+    size = (batch, c.n_kv_heads, t, c.d_head)
+    return 2 * torch.empty(size, dtype=dtype, device="meta").nbytes * c.n_layers
+
+
+bytes_agree = partial(counts, truth=true_bytes)
 
 
 @kv_cache_bytes.requires(
     "keys and values of every layer, row and position, for the KV heads; one row and "
     "two bytes if not given",
-    "Write down the shape of the keys of one layer, then count what else is stored.",
 )
 def _(answer, case):
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
-        bytes_agree(case, answer, APART, 17, batch=19, dtype=dtype)
-    bytes_agree(case, answer, APART, 17)
-    bytes_agree(case, answer, GPT2, 3, batch=13)
+        bytes_agree(case, answer=answer, c=APART, t=17, batch=19, dtype=dtype)
+    bytes_agree(case, answer=answer, c=APART, t=17)
+    bytes_agree(case, answer=answer, c=GPT2, t=3, batch=13)
 
 
 @kv_cache_bytes.requires(
@@ -851,8 +846,9 @@ def _(answer, case):
 )
 def _(answer, case):
     for c in (LLAMA_7B, LLAMA_3_8B, SMOLLM, GPT2_SMALL):
-        bytes_agree(case, answer, c, c.max_len)
-        bytes_agree(case, answer, c, 1_000_003, batch=7, dtype=torch.float32)
+        bytes_agree(case, answer=answer, c=c, t=c.max_len)
+        far = {"t": 1_000_003, "batch": 7, "dtype": torch.float32}
+        bytes_agree(case, answer=answer, c=c, **far)
     whole_numbers_refused(case, answer, LLAMA, 7, 1)
 
 

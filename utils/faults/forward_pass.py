@@ -7,6 +7,7 @@ from utils.exercises.forward_pass import (
     count_parameters,
     forward_flops,
     generate,
+    parameter_name,
     sample,
     whole_decoder,
 )
@@ -23,6 +24,7 @@ TransformerConfig.fault(
 # Block --------------------------------------------------------------------------------
 
 ATTEND = "x = pre_norm(x, attend, self.norm_1)"
+NORM_1, NORM_2 = (f"self.norm_{i} = RMSNorm(config.d_model" for i in (1, 2))
 THINK = "pre_norm(x, self.feed_forward, self.norm_2)"
 
 Block.fault(
@@ -47,26 +49,6 @@ Block.fault(
     (THINK, "self.norm_2(x + self.feed_forward(x))"),
 )
 Block.fault(
-    "parallel",
-    "Both sublayers read the block's input. The feed-forward network reads the stream "
-    "*after* attention has been added.",
-    (ATTEND, "new = pre_norm(x, attend, self.norm_1)"),
-    (THINK, "new + self.feed_forward(self.norm_2(x))"),
-)
-Block.fault(
-    "attention_unused",
-    "Attention's result is not used: is it bound to a name that nobody reads, or added "
-    "to a copy?",
-    (ATTEND, ATTEND.removeprefix("x = ")),
-)
-Block.fault(
-    "second_residual_from_the_start",
-    "The second addition starts from the block's input, so attention's own "
-    "contribution to the stream is lost.",
-    (ATTEND, "new = pre_norm(x, attend, self.norm_1)"),
-    (THINK, "x + self.feed_forward(self.norm_2(new))"),
-)
-Block.fault(
     "one_norm_for_both",
     "`norm_1` is used twice. The two norms have weights of their own; while both are "
     "ones, as at the start, nobody notices.",
@@ -84,15 +66,10 @@ Block.fault(
     (", base=self.config.rope_base", ""),
 )
 Block.fault(
-    "always_causal",
-    "The block hides the future by itself, even where no mask is given. It takes the "
-    "mask that it gets; the model decides.",
-    ("mask=mask", "mask=causal_mask(x.shape[1]).to(x.device)"),
-)
-Block.fault(
     "eps_ignored",
     "The norms use their default eps; the config's `norm_eps` is not passed on.",
-    ("norm = RMSNorm", "norm = lambda d_model, eps: RMSNorm(d_model)"),
+    ("self.norm_1 = RMSNorm(config.d_model, config.norm_eps)", f"{NORM_1})"),
+    ("self.norm_2 = RMSNorm(config.d_model, config.norm_eps)", f"{NORM_2})"),
 )
 
 # Transformer --------------------------------------------------------------------------
@@ -104,18 +81,13 @@ Transformer.fault(
     "no_mask",
     "No mask hides the future: every position sees the tokens that it is to predict. "
     "The loss in training will look wonderful, the texts will not.",
-    ("block(x, mask, positions)", "block(x, None, positions)"),
+    ("block(x, mask)", "block(x)"),
 )
 Transformer.fault(
     "mask_upside_down",
     "The mask is upside down: each position sees what comes *after* it. True = may "
     "look, row = query, column = key.",
     ("causal_mask(t)", "causal_mask(t).T"),
-)
-Transformer.fault(
-    "one_ahead",
-    "Each position sees one token ahead, the very one that it must predict.",
-    ("causal_mask(t)", "torch.ones(t, t).tril(1).bool()"),
 )
 Transformer.fault(
     "no_final_norm",
@@ -125,7 +97,7 @@ Transformer.fault(
 Transformer.fault(
     "eps_of_the_last_norm",
     "The last norm uses its default eps; the config's `norm_eps` is not passed on.",
-    ("norm(config.d_model, eps=config.norm_eps)", "norm(config.d_model)"),
+    ("RMSNorm(config.d_model, config.norm_eps)", "RMSNorm(config.d_model)"),
 )
 Transformer.fault(
     "shifted",
@@ -187,24 +159,10 @@ sample.fault(
     "Keep it: look at the sum before each token.",
     (REACHED, "p.cumsum(dim=-1) > top_p"),
 )
-sample.fault(
-    "top_p_first",
-    "`top_p` is applied to the probabilities of all tokens. It looks at what `top_k` "
-    "has left, which sums to 1 again.",
-    (DIVIDED, f"{DIVIDED}; whole = scaled.clone()"),
-    (IN_TOP_P, IN_TOP_P.replace("scaled,", "whole,")),
-)
-sample.fault(
-    "mask_not_sent_back",
-    "The mask was made for sorted tokens and is applied to unsorted ones. It must go "
-    "back to the order of the vocabulary.",
-    (REACHED, f"({REACHED}).gather(1, order)"),
-)
 
 # generate -----------------------------------------------------------------------------
 
 SEEN = "model(ids[:, -max_len:])"
-LOOP = "for _ in range(n_tokens):"
 
 generate.fault(
     "last_but_one",
@@ -212,25 +170,13 @@ generate.fault(
     "that is already there.",
     (f"{SEEN}[:, -1]", f"{SEEN}[:, -2:][:, 0]"),
 )
-generate.fault(
-    "prompt_alone",
-    "The model reads the prompt in every step, never what it has written.",
-    (LOOP, f"prompt = ids\n    {LOOP}"),
-    (SEEN, "model(prompt)"),
-)
-generate.fault(
-    "last_token_alone",
-    "The model reads only the newest token. Without a cache (lesson 10) it has to read "
-    "the whole text again.",
-    (SEEN, "model(ids[:, -1:])"),
-)
 
 # count_parameters ---------------------------------------------------------------------
 
 count_parameters.fault(
     "last_norm_forgotten",
     "The norm before the head is missing.",
-    ("blocks + norm", "blocks"),
+    ("2 * c.n_layers + 1", "2 * c.n_layers"),
 )
 
 # forward_flops ------------------------------------------------------------------------
@@ -253,11 +199,26 @@ forward_flops.fault(
     "square and hides half of it.",
     ("2 * t * t", "t * (t + 1)"),
 )
-forward_flops.fault(
-    "two_per_parameter",
-    "This is the rule of two operations a parameter and token. It knows neither the "
-    "scores nor that norms and embeddings are no products.",
-    ("2 * (t * weights + scores)", "2 * count_parameters(config) * t"),
+
+# parameter_name -----------------------------------------------------------------------
+
+parameter_name.fault(
+    "gate_and_up_exchanged",
+    "`ffn_gate` and `ffn_up` are exchanged. Your `w_1` is the gate, which goes through "
+    "SiLU; both have the same shape, so nothing but the answers would tell.",
+    ('"ffn_gate": "feed_forward.w_1"', '"ffn_gate": "feed_forward.w_3"'),
+    ('"ffn_up": "feed_forward.w_3"', '"ffn_up": "feed_forward.w_1"'),
+)
+parameter_name.fault(
+    "norms_exchanged",
+    "The two norms of a block are exchanged: `norm_1` stands before attention.",
+    ('"attn_norm": "norm_1"', '"attn_norm": "norm_2"'),
+    ('"ffn_norm": "norm_2"', '"ffn_norm": "norm_1"'),
+)
+parameter_name.fault(
+    "one_digit",
+    "Only the first digit of a block's number is kept, and there are 30 blocks.",
+    ("blocks.{number}", "blocks.{number[0]}"),
 )
 
 # The parts of lessons 02 to 08 together -----------------------------------------------

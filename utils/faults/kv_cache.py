@@ -207,16 +207,6 @@ for name, sentence, new in (
         f"{AT} + (start > 0)",
     ),
     (
-        "one_behind",
-        "Positions behind a prefix are one too small: two tokens stand at one place.",
-        f"{AT} - int(start > 0)",
-    ),
-    (
-        "one_position_for_the_chunk",
-        "All tokens of a chunk get the position of its first.",
-        "torch.full((t,), start, device=ids.device)",
-    ),
-    (
         "positions_in_the_models_dtype",
         "Positions are rounded to the model's dtype; bfloat16 counts to 256.",
         f"{AT}.to(model.embedding.weight.dtype).long()",
@@ -225,41 +215,18 @@ for name, sentence, new in (
     cached_forward.fault(name, sentence, (AT, new))
 
 cached_forward.fault(
-    "position_by_the_prompt",
-    "The position advances by the prompt's length at each step, not by what was added. "
-    "The first step after the prompt is right by chance.",
-    (
-        START,
-        f"{START}\n    cache.steps, cache.prompt = (\n"
-        "        (cache.steps + 1, cache.prompt) if start else (0, t)\n    )",
-    ),
-    (AT, f"({AT} - start + cache.steps * cache.prompt)"),
+    "length_read_after_append",
+    "`cache.length` is read after `append`: in the last layer it has moved, and the "
+    "queries stand one chunk too far. Read it before the first layer.",
+    (TURN, "plain, k = q, turn(k)"),
+    (APPEND, f"{THEN}q = rope(plain, positions + cache.length - start, c.rope_base)"),
 )
-for name, sentence, first in (
-    (
-        "length_read_after_append",
-        "`cache.length` is read after `append`: in the last layer it has moved, and the "
-        "queries stand one chunk too far. Read it before the first layer.",
-        "cache.length",
-    ),
-    (
-        "counted_back_from_the_length",
-        "Positions are counted back from `cache.length` after `append`. It moves with "
-        "the last layer, so in all others they are one chunk too early.",
-        "cache.length - t",
-    ),
-):
-    late = f"q = rope(plain, positions + {first} - start, c.rope_base)"
-    edits = (TURN, "plain, k = q, turn(k)"), (APPEND, THEN + late)
-    cached_forward.fault(name, sentence, *edits)
-
 for name, sentence, new in (
-    ("learned_positions_from_zero", "start at 0 in each call", "positions - start"),
-    ("learned_positions_forgotten", "are not added", None),
+    ("from_zero", "start at 0 in each call", LEARNED.replace("s)", "s - start)")),
+    ("forgotten", "are not added", "pass"),
 ):
-    new = LEARNED.replace("(positions)", f"({new})") if new else "pass"
     sentence = f'In style "gpt2" the learned positions {sentence}.'
-    cached_forward.fault(name, sentence, (LEARNED, new))
+    cached_forward.fault(f"learned_positions_{name}", sentence, (LEARNED, new))
 
 # The forward pass: rotation and cache -------------------------------------------------
 
@@ -293,11 +260,6 @@ for name, sentence, new in (
     ("keys_not_rotated", "The keys are not rotated.", "q = turn(q)"),
     ("queries_not_rotated", "The queries are not rotated.", "k = turn(k)"),
     ("not_rotated", "Nothing is rotated.", "pass"),
-    (
-        "values_rotated",
-        "The values are rotated.",
-        "q, k, v = turn(q), turn(k), turn(v)",
-    ),
 ):
     cached_forward.fault(name, sentence, (TURN, new))
 
@@ -310,11 +272,6 @@ cached_forward.fault(
     "cache_not_read",
     "Keys and values are stored and never used. `append` returns all of them.",
     (APPEND, "cache.append(layer, k, v)"),
-)
-cached_forward.fault(
-    "always_the_first_layer",
-    "Every layer appends to layer 0 of the cache.",
-    (APPEND, "k, v = cache.append(0, k, v)"),
 )
 
 # The forward pass: masks and padding --------------------------------------------------
@@ -358,11 +315,6 @@ cached_forward.fault(
     "`padding` changes nothing: neither positions nor mask know of it.",
     (START, f"{START}\n    padding = None"),
 )
-cached_forward.fault(
-    "padding_in_the_prompt_only",
-    "The positions allow for padding in the prompt and not in the steps after it.",
-    (LEFT, "(positions - padding[:, None] * (start == 0)).clamp(min=0)"),
-)
 
 # The forward pass: the rest of the block ----------------------------------------------
 
@@ -382,24 +334,8 @@ cached_forward.fault(
     "Heads and positions change places before `w_o`; use `merge_heads`.",
     ("merge_heads(y)", "y.reshape(len(x), t, -1)"),
 )
-cached_forward.fault(
-    "not_scaled",
-    "The scores are not divided by the root of d_head.",
-    ("attention(q, k, v, mask)", "attention(q * c.d_head**0.5, k, v, mask)"),
-)
-cached_forward.fault(
-    "head_from_the_embedding",
-    "The embedding's weights make the logits. An untied model has its own `head`.",
-    ("model.head(model.norm(x))", "model.norm(x) @ model.embedding.weight.mT"),
-)
-for which, norm in (
-    ("first", "block.norm_1(x)"),
-    ("second", "block.norm_2(x)"),
-    ("last", "model.norm(x)"),
-):
-    cached_forward.fault(
-        f"{which}_norm_forgotten", f"`{norm}` is missing.", (norm, "x")
-    )
+for norm in ("block.norm_1(x)", "block.norm_2(x)", "model.norm(x)"):
+    cached_forward.fault(f"no {norm}", f"`{norm}` is missing.", (norm, "x"))
 for part, call in (("attention", "part.w_o"), ("feed_forward", "block.feed_forward")):
     cached_forward.fault(
         f"{part}_not_added",
@@ -445,11 +381,6 @@ generate_cached.fault(
 )
 for name, sentence, new in (
     (
-        "always_the_likeliest",
-        "The likeliest token is taken whatever the settings.",
-        "logits.argmax(-1)",
-    ),
-    (
         "probabilities_for_logits",
         "`sample` gets probabilities. It takes the softmax itself.",
         SAMPLE.replace("logits", "logits.softmax(-1)"),
@@ -458,11 +389,6 @@ for name, sentence, new in (
         "settings_not_passed",
         "`sample` gets the logits alone, and no settings.",
         "sample(logits)",
-    ),
-    (
-        "temperature_taken_twice",
-        "The logits are divided by the temperature, and `sample` does so again.",
-        SAMPLE.replace("logits", "logits / (temperature or 1.0)"),
     ),
 ):
     generate_cached.fault(name, sentence, (SAMPLE, new))
@@ -479,11 +405,6 @@ generate_cached.fault(
     "`padding` is not passed on to `cached_forward`.",
     (PASS, PASS.replace(", padding", "")),
 )
-generate_cached.fault(
-    "padding_in_the_prompt_only",
-    "`padding` is passed on for the prompt and not in the steps after it.",
-    (PASS, PASS.replace("padding", "None if cache.length else padding")),
-)
 
 # What it costs ------------------------------------------------------------------------
 
@@ -495,12 +416,6 @@ for name, sentence, old, new in (
         "It counts d_model numbers for a key. A layer stores n_kv_heads · d_head.",
         "config.n_kv_heads * config.d_head",
         "config.d_model",
-    ),
-    (
-        "width_of_the_stream_shared",
-        "It takes d_model // n_heads for the width of a head; `d_head` need not be it.",
-        "config.d_head",
-        "(config.d_model // config.n_heads)",
     ),
 ):
     kv_cache_bytes.fault(name, sentence, (old, new))

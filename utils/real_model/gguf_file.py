@@ -33,10 +33,15 @@ class RealModel:
     """What the file holds, in the course's terms."""
 
     sizes: dict  # the fields of a TransformerConfig
-    weights: dict  # name in the course's Transformer → float32 tensor
+    tensors: dict  # name in the file → what is stored, for `as_float32`
     vocab: dict  # id → bytes
     merges: list  # pairs of bytes
     special_tokens: list
+
+    @property
+    def weights(self) -> dict:
+        """Name in the course's `Transformer` → float32 tensor, made anew."""
+        return {_course_name(n): as_float32(t) for n, t in self.tensors.items()}
 
 
 def read(path: Path) -> RealModel:
@@ -67,7 +72,7 @@ def read(path: Path) -> RealModel:
         "tied": not any(t.name == "output.weight" for t in reader.tensors),
         "style": "llama",
     }
-    weights = {_course_name(t.name): _float32(t) for t in reader.tensors}
+    tensors = {t.name: t for t in reader.tensors}
     tokens = field("tokenizer.ggml.tokens")
     kinds = field("tokenizer.ggml.token_type")
     as_byte = {letter: byte for byte, letter in byte_letters().items()}
@@ -79,7 +84,7 @@ def read(path: Path) -> RealModel:
     named = set(special)
     return RealModel(
         sizes,
-        weights,
+        tensors,
         {i: t.encode() if t in named else in_bytes(t) for i, t in enumerate(tokens)},
         [tuple(map(in_bytes, m.split(" "))) for m in field("tokenizer.ggml.merges")],
         special,
@@ -94,7 +99,8 @@ def _course_name(name: str) -> str:
     return OUTSIDE[parts[0]]
 
 
-def _float32(tensor) -> torch.Tensor:
+def as_float32(tensor) -> torch.Tensor:
+    """The values of a stored tensor; most of them are kept in about 4 bits each."""
     from gguf.quants import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)

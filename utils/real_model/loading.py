@@ -18,13 +18,14 @@ def load(config_class, transformer, tokenizer, **changes):
     path = model_file()
     try:
         contents = read(path)
+        weights = contents.weights
         config = config_class(**(contents.sizes | changes))
         try:
             with torch.device("meta"):
                 model = transformer(config)
         except Exception:  # an answer that reads values while it is built
             model = transformer(config)
-        fill(model, contents.weights)
+        fill(model, weights)
         prepack_linears(model)
         vocab, merges = contents.vocab, contents.merges
         return model.eval(), tokenizer(vocab, merges, contents.special_tokens, PATTERN)
@@ -40,15 +41,25 @@ def load(config_class, transformer, tokenizer, **changes):
     )
 
 
+def open_or_explain():
+    """What the model's file holds; without it None, after a sentence that says why."""
+    return _explained(lambda: read(model_file()))
+
+
 def load_or_explain(config_class, transformer, tokenizer, **changes):
     """As `load`; without the model `(None, None)`, after a sentence that says why."""
+    found = _explained(lambda: load(config_class, transformer, tokenizer, **changes))
+    return found or (None, None)
+
+
+def _explained(reading):
     try:
-        return load(config_class, transformer, tokenizer, **changes)
+        return reading()
     except ModelProblem as problem:
         if os.environ.get("COURSE_BUILD"):
             raise  # a solution notebook is stored with the model's outputs
         print(f"Without the real model: {problem}")
-        return None, None
+        return None
 
 
 def fill(model, weights: dict) -> None:
