@@ -82,13 +82,12 @@ def with_course_map(readme: str, sources) -> str:
     """The README with the table of lessons between its two markers."""
     rows = [
         f"| [{each.file}](notebooks/{each.file}.ipynb) | {each.about['title']} | "
-        f"{each.about['summary']} | {_written(each.exercises)} | "
-        f"{each.about['minutes']} |"
+        f"{_written(each.exercises)} | {each.about['minutes']} |"
         for each in sources
     ]
-    table = "\n".join(
-        ["| | lesson | | you write | minutes |", "|---|---|---|---|---|", *rows]
-    )
+    hours = round(sum(each.about["minutes"] for each in sources) / 60)
+    heads = ["| | lesson | you write | minutes |", "|---|---|---|---|"]
+    table = "\n".join([*heads, *rows, "", f"About {hours} hours in all."])
     before, found, rest = readme.partition(MAP_BEGIN)
     _, closed, after = rest.partition(MAP_END)
     if not found or not closed:
