@@ -230,12 +230,6 @@ gradient_reach.fault(
     ("(gradient,)", "gradient"),
 )
 gradient_reach.fault(
-    "x_not_marked",
-    "Nothing asks for gradients where the layer runs, so there is no graph to go back "
-    "through. `detach()` gives a tensor that does not ask yet: mark it first.",
-    (".requires_grad_()", ""),
-)
-gradient_reach.fault(
     "all_outputs",
     "The outputs of all steps are added up. Then every step reaches itself, and the "
     "distance does not show: only the last output is asked for.",
