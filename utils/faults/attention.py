@@ -274,12 +274,6 @@ for name, diagonal, sentence in (
     causal_mask.fault(name, sentence, ("diagonal=t_k - t_q", f"diagonal={diagonal}"))
 
 causal_mask.fault(
-    "zero_taken_for_missing",
-    "A `t_k` of 0 is taken for a missing one, because 0 counts as false. It is missing "
-    "only when it is None.",
-    ("t_q if t_k is None else t_k", "t_k or t_q"),
-)
-causal_mask.fault(
     "last_rows_of_none",
     "With no queries at all the slice `[-t_q:]` is `[0:]`, so every row comes back. "
     "Count from the front: the first row is number t_k − t_q.",
