@@ -92,10 +92,10 @@ def causal_mask(t_q, t_k=None):
 
     Vaswani et al. (2017), "Attention Is All You Need", section 3.2.3.
     """
-    ### BEGIN SOLUTION
     t_k = t_q if t_k is None else t_k
     if t_q > t_k:
         raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
+    ### BEGIN SOLUTION
     return torch.ones(t_q, t_k, dtype=torch.bool).tril(diagonal=t_k - t_q)
     ### END SOLUTION
 

@@ -79,8 +79,8 @@ def gradient_reach(layer, x):
         `(T,)`: for each step t the norm of the gradient of `layer(x)[:, -1].sum()`
         with respect to `x[:, t]`, averaged over the batch.
     """
+    x = x.detach().requires_grad_()  # given: your own copy, which asks for gradients
     ### BEGIN SOLUTION
-    x = x.detach().requires_grad_()
     last = layer(x)[:, -1].sum()  # (B, T, H) → scalar
     (gradient,) = torch.autograd.grad(last, x)  # (B, T, D)
     return gradient.norm(dim=-1).mean(dim=0)  # (B, T, D) → (B, T) → (T,)

@@ -40,14 +40,6 @@ def test_self_attention_agrees_with_multihead_attention():
     torch.testing.assert_close(ours(x, mask), expected)
 
 
-def test_masks_meet():
-    mask = reference.causal_mask(4) & reference.padding_mask(torch.tensor([2, 0]), 4)
-    assert mask.shape == (2, 1, 4, 4)
-    q, k, v = (probe(2, 3, 4, 5, seed=s) for s in range(3))
-    out = reference.attention(q, k, v, mask)
-    assert out.isfinite().all() and not out[1].any() and out[0].all()
-
-
 # Right answers in another form --------------------------------------------------------
 
 
@@ -89,14 +81,6 @@ def of_an_identity(q, k, mask=None):
     return F.scaled_dot_product_attention(q, k, eye, attn_mask=mask)
 
 
-def by_log_sum_exp(q, k, mask=None):
-    scores = scores_of(q, k)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    w = (scores - scores.logsumexp(-1, keepdim=True)).exp()
-    return w if mask is None else w.masked_fill(~mask, 0)
-
-
 @pytest.mark.parametrize(
     "weights",
     [
@@ -105,7 +89,6 @@ def by_log_sum_exp(q, k, mask=None):
         in_float32,
         with_blind_rows_opened,
         of_an_identity,
-        by_log_sum_exp,
     ],
 )
 def test_other_right_weights_pass(weights):
@@ -132,11 +115,6 @@ def padding_by_loop(lengths, t_k):
     for i, n in enumerate(lengths):
         mask[i, ..., : int(n)] = True
     return mask
-
-
-def padding_by_cumsum(lengths, t_k):
-    ones = torch.ones(len(lengths), 1, 1, t_k, dtype=torch.long, device=lengths.device)
-    return ones.cumsum(-1) <= lengths.view(-1, 1, 1, 1)
 
 
 class Layer(nn.Module):
@@ -170,7 +148,6 @@ class FusedLayer(Layer):
         (mask_by_positions, "causal_mask"),
         (mask_by_last_rows, "causal_mask"),
         (padding_by_loop, "padding_mask"),
-        (padding_by_cumsum, "padding_mask"),
         (Layer, "SelfAttention"),
         (FusedLayer, "SelfAttention"),
     ],
@@ -197,7 +174,6 @@ SCORES = {
         scores_of(q, k).flatten(-2).softmax(-1).view_as(scores_of(q, k))
     ),
     "first head for all": first_head_for_all,
-    "rounded": lambda q, k: scores_of(q, k).softmax(-1).round(decimals=3),
     "integer root": lambda q, k: (q @ k.mT / math.isqrt(q.shape[-1])).softmax(-1),
 }
 
@@ -231,10 +207,6 @@ MASKED = {
         lambda s, m: (s + m.to(s.dtype).log()).softmax(-1).nan_to_num(),
         "nan_in_the_gradient",
     ),
-    "only whole rows": (
-        lambda s, m: s.softmax(-1).masked_fill(~m.any(-1, keepdim=True), 0),
-        "mask_ignored",
-    ),
     "square masks only": (
         lambda s, m: hidden(s, m) if m.dim() == 2 else s.softmax(-1),
         None,
@@ -242,10 +214,6 @@ MASKED = {
     "a branch on the whole": (
         lambda s, m: s.masked_fill(~m, -torch.inf).softmax(-1) if m.any() else 0 * s,
         "nan_where_all_is_hidden",
-    ),
-    "inverted after": (
-        lambda s, m: s.masked_fill(~m, -torch.inf).softmax(-1).masked_fill(m, 0),
-        "mask_inverted_before_softmax",
     ),
     "mask changed in place": (
         lambda s, m: s.masked_fill(m.logical_not_(), -torch.inf).softmax(-1),
@@ -309,12 +277,6 @@ def in_a_dict(self, d_model, d_head):
     self.layers = {n: nn.Linear(d_model, d_head, bias=False) for n in "qkv"}
 
 
-def keys_kept(self, x, mask=None):
-    self.k = getattr(self, "k", self.w_k(x))
-    k = self.k if self.k.shape[:2] == x.shape[:2] else self.w_k(x)
-    return reference.attention(self.w_q(x), k, self.w_v(x), mask)
-
-
 def forward_with(change):
     """`change` gets the right layer's `forward`, x, the mask, and whether it trains."""
 
@@ -328,7 +290,6 @@ LAYERS = {
     "frozen": {"__init__": frozen},
     "fused": {"__init__": fused},
     "in a dict": {"__init__": in_a_dict},
-    "keys kept": {"forward": keys_kept},
     "batch mixed": forward_with(
         lambda f, x, mask, _: f(x.flatten(0, 1)[None]).view(*x.shape[:2], -1)
     ),
@@ -361,17 +322,8 @@ def causal_with_a_greatest_size(t_q, t_k=None):
     return SQUARE[rows - t_q : rows, :rows]
 
 
-def causal_in_a_window(t_q, t_k=None):
-    mask = reference.causal_mask(t_q, t_k)
-    return mask & mask.triu(mask.shape[1] - t_q - 4)
-
-
 def padding_with_a_greatest_size(lengths, t_k):
     return reference.padding_mask(lengths, min(t_k, 2048))
-
-
-def padding_in_place(lengths, t_k):
-    return reference.padding_mask(lengths.clamp_(max=4), t_k)
 
 
 def padding_by_list(lengths, t_k):
@@ -383,9 +335,7 @@ def padding_by_list(lengths, t_k):
     ("answer", "name"),
     [
         (causal_with_a_greatest_size, "causal_mask"),
-        (causal_in_a_window, "causal_mask"),
         (padding_with_a_greatest_size, "padding_mask"),
-        (padding_in_place, "padding_mask"),
         (padding_by_list, "padding_mask"),
     ],
 )

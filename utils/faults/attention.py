@@ -40,13 +40,6 @@ attention_weights.fault(
     ("scores, dim=-1", "scores, dim=-2"),
     ("inf), dim=-1", "inf), dim=-2"),
 )
-attention_weights.fault(
-    "softmax_over_the_batch",
-    "The softmax runs over the first dimension. That is the queries for one matrix, "
-    "and with a batch its rows share out one sum between them: take the last.",
-    ("scores, dim=-1", "scores, dim=0"),
-    ("inf), dim=-1", "inf), dim=0"),
-)
 
 attention_weights.fault(
     "no_scaling",
@@ -82,11 +75,6 @@ for name, divisor, sentence in (
         "root_of_the_length",
         "math.sqrt(k.shape[-2])",
         f"The divisor is the root of the number of keys. {SUM}.",
-    ),
-    (
-        "root_of_the_number_of_queries",
-        "math.sqrt(q.shape[-2])",
-        f"The divisor is the root of the number of queries. {SUM}.",
     ),
 ):
     attention_weights.fault(name, sentence, (ROOT, divisor))
@@ -133,13 +121,6 @@ attention_weights.fault(
     (AFTER, "return weights.masked_fill(mask, 0)"),
 )
 attention_weights.fault(
-    "mask_inverted_before_softmax",
-    "The mask is read one way before the softmax and the other way after it, and "
-    "nothing is left. Here True means “may look”; `masked_fill` overwrites where it is "
-    "True.",
-    (MASKED, "scores.masked_fill(mask, -torch.inf)"),
-)
-attention_weights.fault(
     "mask_added",
     "The mask is added to the scores as 0 and 1. A hidden key then has a score that is "
     "lower by 1, which is still a weight; it needs −inf.",
@@ -159,20 +140,13 @@ attention_weights.fault(
     "Hidden keys have to be out before the softmax divides.",
     (MASKED, "scores"),
 )
-for name, cleaned in (
-    ("renormalised_after_softmax", ""),
-    ("renormalised_without_nan", ".nan_to_num()"),
-):
-    attention_weights.fault(
-        name,
-        "The weights are set to 0 after the softmax and divided by their sum. If a hidden "
-        "key has by far the largest score, all others are 0 by then: hide it before.",
-        (MASKED, "scores"),
-        (
-            AFTER,
-            f"w = weights * mask\n    return (w / w.sum(-1, keepdim=True)){cleaned}",
-        ),
-    )
+attention_weights.fault(
+    "renormalised_after_softmax",
+    "The weights are set to 0 after the softmax and divided by their sum. If a hidden "
+    "key has by far the largest score, all others are 0 by then: hide it before.",
+    (MASKED, "scores"),
+    (AFTER, "w = weights * mask\n    return w / w.sum(-1, keepdim=True)"),
+)
 for name, score, result in (
     ("hidden_scores_of_ten_thousand", "-1e4", "weights"),
     ("hidden_scores_end_at_65504", "-65504.0", "weights.masked_fill(~mask, 0)"),
@@ -231,19 +205,6 @@ attention.fault(
     "nearly equal. `attention_weights` gives what multiplies the values.",
     (WEIGHTS, f"torch.softmax({WEIGHTS}, -1)"),
 )
-attention.fault(
-    "nan_replaced_in_the_output",
-    "The result is right, but the gradient of v is NaN: only the output is put in order. "
-    "It is the weights of a query that may look at nothing that must not be NaN.",
-    (
-        f"return {WEIGHTS} @ v",
-        f"weights = {WEIGHTS}\n"
-        "    if mask is not None:\n"
-        "        nothing = ~mask.any(-1, keepdim=True)\n"
-        "        weights = weights.masked_fill(nothing, torch.nan)\n"
-        "    return (weights @ v).nan_to_num(0.0)",
-    ),
-)
 
 # The causal mask ----------------------------------------------------------------------
 
@@ -273,12 +234,6 @@ for name, diagonal, sentence in (
 ):
     causal_mask.fault(name, sentence, ("diagonal=t_k - t_q", f"diagonal={diagonal}"))
 
-causal_mask.fault(
-    "zero_taken_for_missing",
-    "A `t_k` of 0 is taken for a missing one, because 0 counts as false. It is missing "
-    "only when it is None.",
-    ("t_q if t_k is None else t_k", "t_k or t_q"),
-)
 causal_mask.fault(
     "last_rows_of_none",
     "With no queries at all the slice `[-t_q:]` is `[0:]`, so every row comes back. "
@@ -358,11 +313,6 @@ SelfAttention.fault(
     "Positions look at the same position of the other rows of the batch: batch and "
     "time are exchanged. Here the batch comes first.",
     (f"return {CALL}", f"x = x.transpose(0, 1)\n        return {CALL}.transpose(0, 1)"),
-)
-SelfAttention.fault(
-    "mask_of_the_first_call",
-    "The mask of the first call is kept and used again. Every call brings its own.",
-    (CALL, CALL.replace("mask", "self.__dict__.setdefault('mask', mask)")),
 )
 SelfAttention.inherits(
     attention_weights,

@@ -25,12 +25,6 @@ rnn_cell.fault(
     "vectors in this course, and stand on the left of a matrix.",
     ("w_h", "w_h.T"),
 )
-rnn_cell.fault(
-    "w_x_transposed",
-    "`w_x` is applied transposed, and its sizes do not fit: rows are vectors in this "
-    "course, and stand on the left of a matrix.",
-    ("w_x", "w_x.T"),
-)
 rnn_cell.fault("no_bias", "The bias is not added.", (" + b", ""))
 rnn_cell.fault("no_state", "The old state does not enter.", (" + h @ w_h", ""))
 rnn_cell.fault("no_input", "The input `x` does not enter.", ("x @ w_x + ", ""))
@@ -40,20 +34,9 @@ rnn_cell.fault(
     (" + b)", ") + b"),
 )
 rnn_cell.fault(
-    "two_tanhs",
-    "Input and state go through a tanh each. The tanh belongs around their sum.",
-    (SUM, "x @ w_x) + torch.tanh(h @ w_h + b"),
-)
-rnn_cell.fault(
     "state_not_mixed",
     "The old state is added as it is, without its matrix `w_h`.",
     ("h @ w_h", "h"),
-)
-rnn_cell.fault(
-    "joined_in_two_orders",
-    "Input and state are joined in one order and their matrices in the other, so that "
-    "rows of `w_x` meet numbers of the state. The shapes fit either way.",
-    (SUM, "torch.cat([h, x], dim=-1) @ torch.cat([w_x, w_h]) + b"),
 )
 
 # rnn ----------------------------------------------------------------------------------
@@ -132,18 +115,6 @@ for order in ("i, f, o, g", "f, i, g, o", "f, i, o, g"):
         ("i, f, g, o", order),
     )
 lstm_cell.fault(
-    "interleaved",
-    "The gates are taken from every fourth column. They are four blocks, each of H "
-    "columns side by side.",
-    (".chunk(4, dim=-1)", ".unflatten(-1, (-1, 4)).unbind(-1)"),
-)
-lstm_cell.fault(
-    "blocks_of_four",
-    "More than four blocks come out: `split(4)`, for one, cuts blocks of four columns. "
-    "Four blocks are asked for, of H columns each: `chunk` takes their number.",
-    ("chunk", "split"),
-)
-lstm_cell.fault(
     "cut_along_the_batch",
     "The sums are cut along the first dimension, the batch, as unpacking a tensor does "
     "too. The four blocks stand side by side in the last one: say so with `dim`.",
@@ -173,20 +144,10 @@ lstm_cell.fault(
     ("torch.tanh(c)", "c"),
 )
 lstm_cell.fault(
-    "output_gate_inside",
-    "The output gate is multiplied before the tanh. It stands outside: o · tanh(c).",
-    (SHOWN, "torch.tanh(torch.sigmoid(o) * c)"),
-)
-lstm_cell.fault(
     "candidate_sigmoid",
     "The candidate g goes through a sigmoid. It is what is written, not how much, and "
     "must be able to be negative: tanh.",
     ("torch.tanh(g)", "torch.sigmoid(g)"),
-)
-lstm_cell.fault(
-    "candidate_linear",
-    "The candidate g is written without its tanh.",
-    ("torch.tanh(g)", "g"),
 )
 lstm_cell.fault(
     "memory_squashed",
@@ -228,12 +189,6 @@ gradient_reach.fault(
     "`torch.autograd.grad` returns a tuple, one gradient for each input that it was "
     "asked about, and a tuple has no norm. Take the gradient out of it.",
     ("(gradient,)", "gradient"),
-)
-gradient_reach.fault(
-    "x_not_marked",
-    "Nothing asks for gradients where the layer runs, so there is no graph to go back "
-    "through. `detach()` gives a tensor that does not ask yet: mark it first.",
-    (".requires_grad_()", ""),
 )
 gradient_reach.fault(
     "all_outputs",

@@ -68,12 +68,3 @@ softmax.fault(
     "of large scores, where only the differences should count.",
     ("torch.exp(scores - largest)", "torch.exp(scores.clamp(-80, 80))"),
 )
-softmax.fault(
-    "epsilon_in_the_sum",
-    "A small constant is added to the sum. If the exponentials have a safe size, the sum "
-    "is far from 0, so it protects from nothing and makes the weights wrong.",
-    (
-        "exponentials.sum(dim=dim, keepdim=True)",
-        "(exponentials.sum(dim=dim, keepdim=True) + 1e-6)",
-    ),
-)
