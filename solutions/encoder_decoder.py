@@ -47,9 +47,9 @@ class CrossAttention(nn.Module):
 
     def __init__(self, d_model, n_heads):
         super().__init__()
-        ### BEGIN SOLUTION
         if d_model % n_heads:
             raise ValueError(f"d_model {d_model} is not divisible by {n_heads} heads")
+        ### BEGIN SOLUTION
         self.n_heads = n_heads
         self.w_q = nn.Linear(d_model, d_model, bias=False)
         self.w_k = nn.Linear(d_model, d_model, bias=False)
@@ -192,10 +192,10 @@ class EncoderDecoder(nn.Module):
         Raises:
             ValueError: if T is larger than `config.max_len`; names both.
         """
-        ### BEGIN SOLUTION
         t, longest = ids.shape[1], self.config.max_len
         if t > longest:
             raise ValueError(f"{t} tokens, but max_len is {longest}")
+        ### BEGIN SOLUTION
         x = self.embedding(ids)  # B T → B T D
         return x + sinusoidal(t, self.config.d_model).to(x)  # B T D
         ### END SOLUTION
@@ -214,13 +214,13 @@ class EncoderDecoder(nn.Module):
             ValueError: if the source is empty, if a row of it holds padding alone
                 (names the row), or if S is larger than `config.max_len`.
         """
-        ### BEGIN SOLUTION
         if source.numel() == 0:
             raise ValueError("the source is empty; there is nothing to look at")
-        real = source != self.config.pad_id  # B S
-        nothing = (~real.any(dim=1)).nonzero().flatten().tolist()
+        nothing = (source == self.config.pad_id).all(dim=1).nonzero().flatten().tolist()
         if nothing:
             raise ValueError(f"row {nothing[0]} of the source holds padding alone")
+        ### BEGIN SOLUTION
+        real = source != self.config.pad_id  # B S
         mask = real[:, None, None, :]  # B 1 1 S
         x = self.embed(source)  # B S D
         for block in self.encoder:
@@ -278,10 +278,10 @@ def translate(model, source, start_id, end_id, max_tokens):
     Raises:
         ValueError: if `max_tokens` is smaller than 1 or larger than `max_len`.
     """
-    ### BEGIN SOLUTION
     longest, pad_id = model.config.max_len, model.config.pad_id
     if not 1 <= max_tokens <= longest:
         raise ValueError(f"max_tokens is {max_tokens}, but must be in 1 to {longest}")
+    ### BEGIN SOLUTION
     memory, memory_mask = model.encode(source)
     kept = [block.cross_attention.keys_values(memory) for block in model.decoder]
     ids = source.new_full((len(source), 1), start_id)  # B 1

@@ -74,7 +74,6 @@ def flash_attention(q, k, v, causal=False, block_q=64, block_k=64):
 
     Dao et al. (2022), "FlashAttention", algorithm 1; Dao (2023), "FlashAttention-2".
     """
-    ### BEGIN SOLUTION
     (*batch, t_q, d_head), t_k = q.shape, k.shape[-2]
     if (*batch, t_k, d_head) != tuple(k.shape) or (*batch, t_k) != tuple(v.shape[:-1]):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -89,6 +88,7 @@ def flash_attention(q, k, v, causal=False, block_q=64, block_k=64):
         )
     if min(block_q, block_k) < 1:
         raise ValueError(f"blocks of {block_q} × {block_k}, at least 1 needed")
+    ### BEGIN SOLUTION
     high = torch.promote_types(q.dtype, torch.float32)
     outputs, lses = [], []
     for top in range(0, t_q, block_q):
@@ -198,14 +198,14 @@ def hbm_bytes(t, d_head, block=None, causal=False, bytes_per_number=2):
 
     Dao et al. (2022), "FlashAttention", section 3.2.
     """
+    if block is not None and block < 1:
+        raise ValueError(f"block is {block}, at least 1 needed")
     ### BEGIN SOLUTION
     if block is None:
         scores = 2 * t * d_head + t * t
         softmax = 2 * t * t
         output = t * t + 2 * t * d_head
         return (scores + softmax + output) * bytes_per_number
-    if block < 1:
-        raise ValueError(f"block is {block}, at least 1 needed")
     numbers = 2 * t * d_head  # queries and output
     for top in range(0, t, block):
         seen = min(top + block, t) if causal else t

@@ -23,11 +23,11 @@ def sliding_window_mask(t_q, t_k, window):
     Child et al. (2019), "Generating Long Sequences with Sparse Transformers"; Beltagy,
     Peters, Cohan (2020), "Longformer".
     """
-    ### BEGIN SOLUTION
     if window < 1:
         raise ValueError(f"window is {window}, but a query sees at least itself")
     if t_q > t_k:
         raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
+    ### BEGIN SOLUTION
     keys = torch.arange(t_k)
     back = keys[t_k - t_q :, None] - keys  # T_q T_k, steps from query back to key
     return (back >= 0) & (back < window)
@@ -53,9 +53,9 @@ def sink_mask(t_q, t_k, window, n_sinks):
 
     Xiao et al. (2024), "Efficient Streaming Language Models with Attention Sinks".
     """
-    ### BEGIN SOLUTION
     if n_sinks < 0:
         raise ValueError(f"n_sinks is {n_sinks}, but must not be negative")
+    ### BEGIN SOLUTION
     near = sliding_window_mask(t_q, t_k, window)
     first = torch.arange(t_k) < n_sinks  # T_k
     return near | (causal_mask(t_q, t_k) & first)  # T_q T_k
@@ -80,11 +80,11 @@ def strided_mask(t_q, t_k, stride):
 
     Child et al. (2019), "Generating Long Sequences with Sparse Transformers".
     """
-    ### BEGIN SOLUTION
     if stride < 1:
         raise ValueError(f"stride is {stride}, but must be at least 1")
     if t_q > t_k:
         raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
+    ### BEGIN SOLUTION
     keys = torch.arange(t_k)
     back = keys[t_k - t_q :, None] - keys  # T_q T_k
     return (back >= 0) & ((back < stride) | (back % stride == 0))
@@ -111,12 +111,12 @@ def chunked_attention(q, k, v, window, block):
 
     Beltagy, Peters, Cohan (2020), "Longformer".
     """
-    ### BEGIN SOLUTION
     t_q, t_k = q.shape[-2], k.shape[-2]
     if t_q > t_k:
         raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
     if block < 1:
         raise ValueError(f"block is {block}, but must be at least 1")
+    ### BEGIN SOLUTION
     outputs = []
     for start in range(0, t_q, block):
         end = min(start + block, t_q)
@@ -166,14 +166,14 @@ def linear_attention(q, k, v, causal):
     Katharopoulos et al. (2020), "Transformers are RNNs: Fast Autoregressive
     Transformers with Linear Attention".
     """
-    ### BEGIN SOLUTION
     t_q, t_k = q.shape[-2], k.shape[-2]
+    if causal and t_q > t_k:
+        raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
+    ### BEGIN SOLUTION
     q, k = feature_map(q), feature_map(k)
     if not causal:
         s, z = k.mT @ v, k.sum(dim=-2)  # … d d_v and … d
         return q @ s / (q @ z[..., None])  # … T_q d_v
-    if t_q > t_k:
-        raise ValueError(f"{t_q} queries cannot be the last of {t_k} positions")
     s = (k[..., :, None] * v[..., None, :]).cumsum(dim=-3)  # … T_k d d_v
     s, z = s[..., t_k - t_q :, :, :], k.cumsum(dim=-2)[..., t_k - t_q :, :]
     top = (q[..., None, :] @ s).squeeze(-2)  # … T_q d_v

@@ -22,13 +22,6 @@ EQUIVALENT = {
         "26 constant 0 → -1": "what is subtracted from −inf does not matter",
     },
     "flash_attention": {
-        "26 name k → v": "a v of another length is refused",
-        "27 call tuple(k.shape) → k.shape": "shapes compare as tuples do",
-        "27 call tuple(v.shape[:-1]) → v.shape[:-1]": "shapes compare as tuples do",
-        "28 call tuple(x.shape) → x.shape": "the message alone",
-        "28 tuple (q, k, v) → (k, q, v)": "the message alone",
-        "28 tuple (q, k, v) → (q, v, k)": "the message alone",
-        "38 argument min(block_q, block_k) → min(block_k, block_q)": NO_ORDER,
         "40 argument q.dtype, torch.float32 → torch.float32, q.dtype": "the same dtype",
         "40 name q → k": "the same dtype",
         "41 tuple (outputs, lses) → (lses, outputs)": "both are empty lists",

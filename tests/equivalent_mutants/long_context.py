@@ -1,6 +1,5 @@
 """Lesson 14."""
 
-SAME_LENGTH = "keys and values have the same length"
 MORE_KEYS = "keys before the window are in the slice, and the mask hides them"
 THE_SAME = "the order does not matter"
 SAME_AXIS = "a new last dimension, from either side"
@@ -10,7 +9,6 @@ EQUIVALENT = {
         "26 compare back < stride → back <= stride": "a stride back is seen anyway",
     },
     "chunked_attention": {
-        "22 name k → v": SAME_LENGTH,
         "29 argument min(start + block, t_q) → min(t_q, start + block)": THE_SAME,
         "31 argument 0, start + t_k - t_q - window +… → "
         "start + t_k - t_q - window + 1,…": THE_SAME,
@@ -26,7 +24,6 @@ EQUIVALENT = {
         "14 constant 0 → 1 (2)": "e^x is finite up to 1, too",
     },
     "linear_attention": {
-        "22 name k → v": SAME_LENGTH,
         "29 tuple (..., :, None) → (:, ..., None)": SAME_AXIS,
     },
     "linear_attention_step": {"20 tuple (..., :, None) → (:, ..., None)": SAME_AXIS},
