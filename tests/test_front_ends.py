@@ -316,3 +316,12 @@ def write(copy, file, beginning, source):
 def test_no_package_host_is_named(name):
     text = read(f".github/workflows/{name}.yml")
     assert not re.search(r"https?://", text)
+
+
+def test_the_book_is_published_with_the_pinned_versions():
+    pinned = read("requirements-dev.txt").splitlines()
+    (install,) = [s["run"] for s in steps("book").values() if "pip install" in str(s)]
+    packages = install.removeprefix("pip install ").split()
+    assert packages[0].startswith("sphinx==")
+    assert set(packages) <= set(pinned)
+    assert steps("book")["deployment"]["uses"].startswith("actions/deploy-pages@")

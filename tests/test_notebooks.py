@@ -165,6 +165,19 @@ def names_imported(source) -> set[str]:
     }
 
 
+def test_the_readme_quotes_what_lesson_08_prints():
+    readme = (syllabus.ROOT / "README.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"(?m)^model: (.+)$", readme)
+    outputs = [
+        output.get("text", "")
+        for cell in lesson_notebook("08_forward_pass", "solutions").cells
+        for output in cell.get("outputs", [])
+    ]
+    assert len(quoted) == 3
+    for answer in quoted:
+        assert answer in "".join(outputs)
+
+
 # What is earned -------------------------------------------------------------------
 
 

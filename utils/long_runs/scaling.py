@@ -7,12 +7,12 @@ from utils.long_runs._characters import losses, size, text, train, transformer
 ABOUT = (
     "Transformers of four widths and three depths on four million characters of the "
     "standard library's source, each trained anew for each number of steps and at each "
-    "of four peak rates."
+    "of six peak rates."
 )
 MINUTES = 30
 SHAPES = [[8, 2, 21], [16, 2, 42], [32, 2, 85], [64, 2, 170]]  # d_model, n_layers, d_ff
 DEPTHS = [[32, 1, 88], [24, 2, 64], [16, 4, 56]]  # of about the same size
-RATES = [0.005, 0.01, 0.02, 0.04]
+RATES = [0.0025, 0.005, 0.01, 0.02, 0.04, 0.08]
 SETTINGS = [
     {"shape": shape, "steps": steps, "peak": peak}
     for steps, shapes in ((150, SHAPES), (600, SHAPES + DEPTHS), (2400, SHAPES))
