@@ -138,22 +138,6 @@ class HeadByHead(CrossAttention):
         return self.w_o(torch.cat(list(out), dim=-1))
 
 
-class ByEinsum(CrossAttention):
-    """Sums by name, the least number in place of −∞, zeros by multiplication."""
-
-    def forward(self, x, memory, memory_mask=None):
-        k, v = memory if isinstance(memory, (tuple, list)) else self.keys_values(memory)
-        q = split_heads(self.w_q(x), self.n_heads)
-        scores = torch.einsum("bhtd,bhsd->bhts", q, k) * q.shape[-1] ** -0.5
-        seen = 1.0
-        if memory_mask is not None:
-            seen = memory_mask.any(-1, keepdim=True).to(x.dtype)
-            low = torch.finfo(scores.dtype).min
-            scores = torch.where(memory_mask, scores, low)
-        out = torch.einsum("bhts,bhsd->bthd", scores.softmax(-1) * seen, v)
-        return self.w_o(out.flatten(2))
-
-
 class Reader(nn.Module):
     """An encoder block written out, its parts in another order."""
 
@@ -255,18 +239,6 @@ def translate_in_a_buffer(model, source, start_id, end_id, max_tokens):
         return out[:, 1 : n + 1].clone()
 
 
-def translate_in_eval_mode(model, source, start_id, end_id, max_tokens):
-    """Another message, and a mode that is put back."""
-    if max_tokens < 1 or max_tokens > model.config.max_len:
-        raise ValueError(f"max_tokens may not be {max_tokens}")
-    mode = model.training
-    model.eval()
-    try:
-        return translate(model, source, start_id, end_id, max_tokens)
-    finally:
-        model.train(mode)
-
-
 def written(never=None, limit=0, device=None):
     """`translate` in a loop of its own; `never(ids, pad_id)` are never written."""
 
@@ -294,11 +266,11 @@ def written(never=None, limit=0, device=None):
 
 RIGHT = {
     "shift_right": [shift_by_roll],
-    "CrossAttention": [HeadByHead, ByEinsum],
+    "CrossAttention": [HeadByHead],
     "EncoderBlock": [Reader],
     "DecoderBlock": [Writer],
     "EncoderDecoder": [Halves, PaddingIndex, TargetPaddingHidden],
-    "translate": [translate_in_a_buffer, translate_in_eval_mode, written()],
+    "translate": [translate_in_a_buffer, written()],
 }
 
 

@@ -166,7 +166,6 @@ def test_windows_runs_what_the_readme_says():
     "file",
     [
         ".github/workflows/learner.yml",
-        "README.md",
         "docs/handout.md",
         "docs/instructors.md",
     ],
@@ -320,8 +319,8 @@ def test_no_package_host_is_named(name):
 
 def test_the_book_is_published_with_the_pinned_versions():
     pinned = read("requirements-dev.txt").splitlines()
-    (install,) = [s["run"] for s in steps("book").values() if "pip install" in str(s)]
-    packages = install.removeprefix("pip install ").split()
+    (install,) = re.findall("pip install (.*)", read(".github/workflows/book.yml"))
+    packages = install.split()
     assert packages[0].startswith("sphinx==")
     assert set(packages) <= set(pinned)
-    assert steps("book")["deployment"]["uses"].startswith("actions/deploy-pages@")
+    assert "uses: actions/deploy-pages@" in read(".github/workflows/book.yml")

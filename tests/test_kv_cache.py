@@ -257,15 +257,6 @@ def attend_fused(q, k, v, mask):
     return out.masked_fill(~mask.any(-1, keepdim=True), 0)
 
 
-def attend_grouped(q, k, v, mask):
-    """And a mean where all is hidden."""
-    q = q.unflatten(1, (k.shape[1], -1))  # B K G T Dh
-    scores = torch.einsum("bkgtd,bksd->bkgts", q, k) / q.shape[-1] ** 0.5
-    lowest = torch.finfo(scores.dtype).min
-    weights = scores.masked_fill(~mask[:, :, None], lowest).softmax(-1)
-    return torch.einsum("bkgts,bksd->bkgtd", weights, v).flatten(1, 2)
-
-
 def rotated_anew(q, k, v, append, turn, at, cache):
     """A cache may hold keys as they were, if each gets its own position every time."""
     start, t = cache.length, q.shape[2]
@@ -293,15 +284,6 @@ def filled_in(model, ids, n_tokens, *settings, padding=None, **named):
     return text
 
 
-def bytes_by_finfo(config, t, batch=1, dtype=torch.float16):
-    try:
-        bits = torch.finfo(dtype).bits
-    except TypeError as error:
-        raise ValueError(f"{dtype} has no fractions") from error
-    width = config.n_kv_heads * config.d_head * bits // 8
-    return 2 * width * config.n_layers * t * batch
-
-
 OTHER_FORMS = {
     "KVCache": (OneLength,),
     "RollingKVCache": (ByConcatenation,),
@@ -309,11 +291,9 @@ OTHER_FORMS = {
     "cached_forward": (
         plain,
         partial(plain, attend=attend_fused),
-        partial(plain, attend=attend_grouped),
         partial(plain, store=rotated_anew),
     ),
     "generate_cached": (filled_in,),
-    "kv_cache_bytes": (bytes_by_finfo,),
 }
 
 

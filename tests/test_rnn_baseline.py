@@ -13,7 +13,6 @@ from solutions.rnn_baseline import (
     rnn_cell,
 )
 from tests.answers import fails, passes
-from utils.data import recall_batch
 from utils.probe import probe
 
 # The references against PyTorch's own modules -----------------------------------------
@@ -41,19 +40,6 @@ def test_language_model_learns():
         loss.backward()
         optimizer.step()
     assert loss < 0.1
-
-
-def test_recall_batch_can_be_answered_and_has_enough_keys():
-    pairs, answers = recall_batch(50, 6, 9, 4, torch.Generator().manual_seed(0))
-    assert pairs.shape == (50, 7, 2) and answers.shape == (50,)
-    for row, answer in zip(pairs.tolist(), answers.tolist(), strict=True):
-        table = dict(row[:-1])
-        key, which = row[-1]
-        assert len(table) == 6 and which == 4
-        assert table[key] == answer
-        assert set(table) <= set(range(9)) and set(table.values()) <= set(range(4))
-    with pytest.raises(ValueError, match=r"5.*4"):
-        recall_batch(2, 5, 4, 3)
 
 
 # Right answers in other forms ---------------------------------------------------------

@@ -14,7 +14,6 @@ from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from solutions.tokenizer import BPETokenizer, merge_pair, pair_counts, train_bpe
 from tests.answers import fails, passes
 from utils import real_model, texts
-from utils.errors import CourseError
 from utils.exercises.tokenizer import GPT2, slow_encode, slow_merge, slow_train
 from utils.real_model import gguf_file
 from utils.real_model.gguf_file import byte_letters
@@ -153,23 +152,7 @@ def test_training_and_encoding_are_practical():
     assert len(vocab) == 1000 and time.process_time() - started < 60
 
 
-def test_texts_are_long_and_refuse_more_than_there_is():
-    assert len(texts.english(130_000)) == 130_000
-    assert texts.english(1000) == texts.english(5000)[:1000]
-    with pytest.raises(CourseError, match="asked for"):
-        texts.code(10**9)
-
-
 # Right answers in another form --------------------------------------------------------
-
-
-def merge_by_slices(ids, pair, new_id):
-    ids, out = list(ids), []
-    while ids:
-        both = ids[:2] == list(pair)
-        out += [new_id] if both else ids[:1]
-        del ids[: 1 + both]
-    return out
 
 
 def merge_by_flags(ids, pair, new_id, as_slice=tuple, as_pair=tuple):
@@ -242,7 +225,6 @@ class SearchesSpecial(BPETokenizer):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("merge_pair", merge_by_slices),
         ("merge_pair", merge_by_flags),
         ("train_bpe", train_by_ids),
         ("BPETokenizer", Slow),
