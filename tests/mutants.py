@@ -388,13 +388,18 @@ def mutants(source: str) -> list[Mutant]:
             for new in replacements(node, place):
                 # What deepcopy finds in its memo it takes for the copy.
                 text = ast.unparse(copy.deepcopy(tree, {id(node): new}))
-                if text not in seen and _compiles(text):
+                if text not in seen and _compiles(text) and not _uninitialised(new):
                     name = f"{node.lineno} {operator} {_edit(node, new)}"
                     names[name] = names.get(name, 0) + 1
                     name += f" ({names[name]})" if names[name] > 1 else ""
                     found.append(Mutant(name, text, node.lineno))
                 seen.add(text)
     return found
+
+
+def _uninitialised(node) -> bool:
+    """Memory as it was found: what is right or wrong of it changes from run to run."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.empty")
 
 
 def build(mutant: Mutant, module: ModuleType):

@@ -174,14 +174,16 @@ class Notebook:
     def __init__(self, page, lab, copy, file):
         self.page, self.lab = page, lab
         self.path = copy / "notebooks" / f"{file}.ipynb"
-        self.sources = code(nbformat.read(self.path, as_version=4))
+        notebook = nbformat.read(self.path, as_version=4)
+        self.sources = code(notebook)
+        folded = sum("jupyter" in cell.metadata for cell in notebook.cells)
         page.goto(f"{lab}/lab/tree/notebooks/{file}.ipynb")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self.cells = self.panel.locator(".jp-CodeCell")
         self.wait(
             "n => document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) "
             ".jp-CodeCell .cm-content').length == n",
-            len(self.sources),
+            len(self.sources) - folded,
         )
         self.wait_for_kernel()
 
@@ -206,11 +208,19 @@ class Notebook:
         (at,) = [i for i, s in enumerate(self.sources) if s.startswith(beginning)]
         return self.cells.nth(at)
 
+    def unfold(self, beginning):
+        """Open a cell of which one line is shown."""
+        line = self.cell(beginning).locator(".jp-Placeholder")
+        if line.count():
+            line.first.click()
+            self.cell(beginning).locator(".cm-content").wait_for()
+
     def prompt(self, beginning) -> str:
         return self.cell(beginning).locator(".jp-InputPrompt").inner_text()
 
     def write(self, beginning, source):
         """Replace the text of a cell, as somebody does who pastes an answer."""
+        self.unfold(beginning)
         editor = self.cell(beginning).locator(".cm-content")
         editor.click()
         self.page.keyboard.press("ControlOrMeta+A")
@@ -218,6 +228,7 @@ class Notebook:
 
     def run(self, beginning):
         """Shift+Enter in a cell, and wait until it has run."""
+        self.unfold(beginning)
         before = self.prompt(beginning)
         self.cell(beginning).locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
@@ -309,6 +320,12 @@ def exactly(name):
 
 def test_a_learner_in_jupyterlab(page, lab, copy):
     lesson = Notebook(page, lab, copy, "02_attention")
+    first, setup = (lesson.panel.locator(".jp-Cell").nth(i) for i in (0, 1))
+    assert first.locator("h1").is_visible()
+    assert "Run this cell first" in setup.locator(".jp-Placeholder").inner_text()
+    picture = lesson.panel.locator("img[src*='attention.svg'], img[alt*='one word']")
+    lesson.wait("img => img.naturalWidth > 500", picture.element_handle())
+    lesson.picture("0_first_screen")
     lesson.write("def attention_weights", RIGHT_WEIGHTS)
     lesson.write("def attention(", WRONG_ATTENTION)
     lesson.run_all()

@@ -95,7 +95,7 @@ CHECK = "\n```python\nsoftmax = check(softmax)\n```\n"
             "must be empty",
         ),
         ("lessons/00_start.md", 'e="softmax"', 'e="soft"', "no reference"),
-        ("lessons/00_start.md", "    minutes: 20\n", "", "course.minutes"),
+        ("lessons/00_start.md", "    minutes: 25\n", "", "course.minutes"),
         (
             "lessons/00_start.md",
             "## The map",

@@ -131,7 +131,7 @@ def test_what_the_notebooks_import_is_in_it(folder):
     shown = python(
         f"{reads}; l.recorded(); import utils.course as c; c.course_map()", folder
     )
-    assert f"0/{len(syllabus.lessons()[-1].exercises)}" in shown.stdout, shown.stderr
+    assert f"0/{len(syllabus.lessons()[-1].required)}" in shown.stdout, shown.stderr
 
 
 def test_the_archive_holds_the_same(folder):

@@ -82,6 +82,7 @@ def test_the_path_is_short(lesson):
     for left_out in (
         r"(?s)<details>.*?</details>",
         r"!\[[^\]]*\]\([^)]*\)",
+        r"(?s)```.*?```",
         r"\*Difficulty .*\*\n",
         r"(?s)\*\*Rests on\.\*\*.*",
     ):

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from solutions import training as reference
-from tests import notebooks
 from tests.answers import fails, passes
 from utils.check.exercise import find
 from utils.probe import probe, probe_ids
@@ -325,35 +323,3 @@ def test_a_wrong_loop_is_not_called_random():
     parts = find("training").reference
     parts = parts | {"cross_entropy": lambda *args: 3 * reference.cross_entropy(*args)}
     assert fails(parts, "training").fault is None
-
-
-# Training on several devices ---------------------------------------------------------
-
-
-def two_processes():
-    """The lesson's own function, as it stands in its cell."""
-    cells = notebooks.code(notebooks.lesson_notebook("09_training"))
-    (cell,) = [cell for cell in cells if "def run_two_processes" in cell]
-    names = {}
-    exec(cells[1] + "\n" + cell, names)
-    return names["run_two_processes"]
-
-
-def test_without_gloo_the_lesson_says_so(monkeypatch):
-    run = two_processes()
-    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    assert run() == "this build of PyTorch has no gloo"
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    assert run() == "this build of PyTorch has no gloo"
-
-
-@pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
-    reason="needs gloo",
-)
-def test_processes_that_fail_are_a_sentence(monkeypatch):
-    run = two_processes()
-    monkeypatch.setitem(run.__globals__, "SCRIPT", "raise SystemExit(3)")
-    assert run().startswith("the processes ended without a result (exit code ")
-    monkeypatch.setattr(sys, "executable", "no such interpreter")
-    assert run() == "the processes did not run (FileNotFoundError)"
