@@ -22,7 +22,7 @@ def environment(**more) -> dict:
 
 def copy_of_the_course(to, *, solutions=True):
     """A copy of the course without environments, history and tests."""
-    for name in ("utils", "my_transformer", "notebooks", "solutions"):
+    for name in ("utils", "my_transformer", "notebooks", "diagrams", "solutions"):
         if name != "solutions" or solutions:
             unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
             shutil.copytree(syllabus.ROOT / name, to / name, ignore=unwanted)
