@@ -388,7 +388,8 @@ def mutants(source: str) -> list[Mutant]:
             for new in replacements(node, place):
                 # What deepcopy finds in its memo it takes for the copy.
                 text = ast.unparse(copy.deepcopy(tree, {id(node): new}))
-                if text not in seen and _compiles(text) and not _uninitialised(new):
+                kept = not _is_empty(new) or _is_empty(node)
+                if text not in seen and _compiles(text) and kept:
                     name = f"{node.lineno} {operator} {_edit(node, new)}"
                     names[name] = names.get(name, 0) + 1
                     name += f" ({names[name]})" if names[name] > 1 else ""
@@ -397,8 +398,12 @@ def mutants(source: str) -> list[Mutant]:
     return found
 
 
-def _uninitialised(node) -> bool:
-    """Memory as it was found: what is right or wrong of it changes from run to run."""
+def _is_empty(node) -> bool:
+    """Is it `torch.empty(…)`?
+
+    A mutant that puts it in the place of something else leaves memory as it was found:
+    what is right or wrong of that changes from run to run.
+    """
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.empty")
 
 

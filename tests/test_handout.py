@@ -105,6 +105,7 @@ def test_nothing_else_is_in_it(folder):
         "LICENSE",
         "Makefile",
         "README.md",
+        "diagrams",
         "my_transformer",
         "notebooks",
         "requirements.txt",
