@@ -1,6 +1,7 @@
 """`python -m utils.train`: trains, stops, goes on, and says what is wrong."""
 
 import re
+import signal
 
 import pytest
 import torch
@@ -36,15 +37,16 @@ def saved(tmp_path, out="run"):
 
 
 def stop_at(monkeypatch, step):
-    """Ctrl-C while a step is taken."""
-    take_step = train.take_step
+    """Ctrl-C in the middle of a step."""
+    batch_loss = train.batch_loss
 
-    def stopping(run, chosen):
+    def interrupted(run, *args):
+        loss = batch_loss(run, *args)
         if run.step == step:
-            raise KeyboardInterrupt
-        take_step(run, chosen)
+            signal.raise_signal(signal.SIGINT)
+        return loss
 
-    monkeypatch.setattr(train, "take_step", stopping)
+    monkeypatch.setattr(train, "batch_loss", interrupted)
 
 
 def test_it_learns_and_says_how_well(run):

@@ -7,8 +7,10 @@ bfloat16, a file to go on from, and samples on the way.
 import argparse
 import math
 import os
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -39,7 +41,9 @@ def options(arguments=None):
     parser.add_argument("--accumulate", type=int, default=1, help="batches a step")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--peak", type=float, default=0.003, help="learning rate")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32"
+    )
     parser.add_argument("--device", default=None, help="cuda if there is one, or cpu")
     parser.add_argument("--every", type=int, default=200, help="steps between saves")
     parser.add_argument("--prompt", default="The ", help="what a sample begins with")
@@ -113,7 +117,7 @@ def prepare(chosen, text: str) -> Run:
     )
 
     cut = len(text) * 9 // 10
-    learned = text[: min(cut, 200_000)]  # more hardly changes 512 tokens
+    learned = text[:cut][:200_000]  # more hardly changes 512 tokens
     vocab, merges = train_bpe(learned, chosen.vocabulary, ("<|end|>",))
     tokenizer = BPETokenizer(vocab, merges, ("<|end|>",))
     train, test = (torch.tensor(tokenizer.encode(t)) for t in (text[:cut], text[cut:]))
@@ -269,12 +273,30 @@ def go_on(run: Run, file: Path, about: dict) -> None:
     run.step = state["step"]
 
 
+@contextmanager
+def whole_steps():
+    """Ctrl-C is noted in the list that this gives, so that no step is half taken."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def train(run: Run, chosen, file: Path, about: dict, say=print) -> None:
     """All steps that are left; saves and shows a sample every so often."""
     started, first = time.perf_counter(), run.step
-    try:
+    with whole_steps() as stopped:
         for _ in progress(range(run.step, chosen.steps), "training"):
             take_step(run, chosen)
+            if stopped:
+                save(run, file, about)
+                say(
+                    f"\nStopped and saved at step {run.step:,}. The same command goes "
+                    "on."
+                )
+                return
             if run.step % chosen.every == 0 or run.step == chosen.steps:
                 measure(run, chosen)
                 save(run, file, about)
@@ -284,9 +306,6 @@ def train(run: Run, chosen, file: Path, about: dict, say=print) -> None:
                     f"{run.test_loss:.3f}, {run.bits_per_byte:.3f} bits per byte, "
                     f"{pace:.2f} s a step\n{sample(run, chosen)}\n"
                 )
-    except KeyboardInterrupt:
-        save(run, file, about)
-        say(f"\nStopped and saved at step {run.step:,}. The same command goes on.")
 
 
 def main(arguments=None) -> int:
@@ -302,7 +321,6 @@ def main(arguments=None) -> int:
         chosen.device = chosen.device or (
             "cuda" if torch.cuda.is_available() else "cpu"
         )
-        chosen.precision = chosen.precision or "float32"
         text = read(chosen.file)
         print(", ".join(whose(part) for part in (Transformer, AdamW, BPETokenizer)))
         run = prepare(chosen, text)
