@@ -71,6 +71,15 @@ def test_formulas_are_set_by_a_local_file(site):
     assert exists(site / "lessons" / "page", address)
 
 
+def test_the_first_page_links_to_pages_of_the_book(site):
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert "deployments" not in page
+    assert "The capital of France is Paris." in page
+    article = page[page.index("<article") : page.index("</article>")]
+    for address in re.findall(r'<a [^>]*href="([^"#]+)', article):
+        assert exists(site / "index.html", address), address
+
+
 def test_a_missing_sphinx_is_said(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "sphinx.application", None)
     assert book.main([str(tmp_path)]) == 1

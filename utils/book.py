@@ -72,6 +72,7 @@ def lesson_page(text: str) -> dict:
 def index_page(readme: str, lessons) -> str:
     """The book's first page: the README up to its installation, then all lessons."""
     start = readme.partition("\n## Start\n")[0]
+    start = re.sub(r"(?s)\n\[The book\].*?\n\n", "\n", start, count=1)  # it is here
     start = re.sub(r"\]\(notebooks/(\w+)\.ipynb\)", r"](lessons/\1.ipynb)", start)
     listed = "\n".join(f"lessons/{each.file}" for each in lessons)
     return f"{start}\n\n```{{toctree}}\n:hidden:\n\n{listed}\nCLAIMS\n```\n"
