@@ -99,6 +99,12 @@ CHECK = "\n```python\nsoftmax = check(softmax)\n```\n"
         (
             "lessons/00_start.md",
             "## The map",
+            "## Going further\n\n## Going further\n\n## The map",
+            "stands twice",
+        ),
+        (
+            "lessons/00_start.md",
+            "## The map",
             "```python\n### BEGIN SOLUTION\n```\n\n## The map",
             "a solution stands in the lesson",
         ),

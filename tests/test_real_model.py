@@ -17,6 +17,7 @@ from solutions.kv_cache import KVCache, cached_forward
 from solutions.tokenizer import BPETokenizer
 from tests.notebooks import environment
 from utils import chat, real_model
+from utils.long_runs.official_logits import official_model
 from utils.real_model import ModelProblem, model_package, prepacked_linear
 from utils.real_model.generating import END_OF_TURN
 from utils.real_model.gguf_file import byte_letters, read
@@ -304,17 +305,9 @@ def test_tokens_are_those_of_the_tokenizers_package():
 
 
 def test_logits_and_greedy_text_are_those_of_transformers():
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
     model, tokenizer = loaded()
-    path = str(model_file())
-    config = LlamaConfig(**load_gguf_checkpoint(path)["config"])
-    theirs = LlamaForCausalLM(config).eval()
-    read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)
-    lost = theirs.load_state_dict(read["tensors"], strict=False)
+    theirs, lost = official_model()
     assert lost.unexpected_keys == [] and lost.missing_keys in ([], ["lm_head.weight"])
-    theirs.tie_weights()
     ids = tokenizer.encode("\n".join(texts()[20:120]))
     lengths = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 200, *range(10, 90, 10)]
     worst = 0.0

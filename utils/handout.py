@@ -24,16 +24,10 @@ from utils.errors import CourseError
 MANIFEST = ".handout.json"  # what an earlier run wrote, by path, with its SHA-256
 COMMENT = b"a handout of the course"  # in the archive, to know it again
 # Of `utils`, what only those need who build, grade or hand out.
-LEFT_OUT = (
-    "book.py",
-    "build",
-    "diagrams",
-    "faults",
-    "grade",
-    "handout.py",
-    "recorder.py",
-)
-LEFT_OUT += ("__pycache__",)
+LEFT_OUT = {
+    *("book.py", "build", "diagrams", "faults", "grade", "handout.py"),
+    *("recorder.py", "__pycache__"),
+}
 AS_IT_STANDS = (
     "LICENSE",
     "requirements.txt",
@@ -81,7 +75,7 @@ def files() -> dict[str, bytes]:
     for path in sorted((root / "utils").rglob("*")):
         inside = path.relative_to(root / "utils")
         wanted = path.suffix in (".py", ".json")
-        if wanted and not set(LEFT_OUT) & set(inside.parts):
+        if wanted and not LEFT_OUT & set(inside.parts):
             found[f"utils/{inside.as_posix()}"] = path.read_bytes()
     for path in sorted((root / "diagrams").glob("*.svg")):
         found[f"diagrams/{path.name}"] = path.read_bytes()

@@ -41,6 +41,8 @@ class LessonSource:
         for i, cell in enumerate(self.cells):
             if "exercise" in cell.metadata:
                 self._check_exercise(i, cell)
+        if self.text.count(FURTHER) > 1:
+            self._refuse(FURTHER, "“Going further” stands twice")
         self._check_pictures()
         self._check_nothing_left_over()
         self._check_faults()
@@ -58,8 +60,6 @@ class LessonSource:
         self.problems.append(f"lessons/{self.path.name}:{line}: {problem}")
 
     def _check_front_matter(self):
-        if not self.text.count(FURTHER) <= 1:
-            self._refuse(FURTHER, "“Going further” stands twice")
         for key, kind in (("title", str), ("summary", str), ("minutes", int)):
             if not isinstance(self.about.get(key), kind):
                 self._refuse("course:", f"the front matter lacks course.{key}")
@@ -115,9 +115,9 @@ class LessonSource:
 
     def _check_pictures(self):
         """Every picture is one that `utils.diagrams` draws, and says what it shows."""
+        drawn = {f"../diagrams/{name}.svg" for name in diagrams.names()}
         for sentence, target in re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", self.text):
-            name = target.removeprefix("../diagrams/").removesuffix(".svg")
-            if target != f"../diagrams/{name}.svg" or name not in diagrams.names():
+            if target not in drawn:
                 self._refuse(re.escape(target), f"no picture is drawn for {target}")
             if len(sentence.split()) < 5:
                 self._refuse(
